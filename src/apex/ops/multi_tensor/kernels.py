@@ -96,24 +96,14 @@ def _load(pointer, offset, mask, MASKED: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _slot(
-    table, entry, offset, size, mask,
-    TYPE: tl.constexpr, CODEC: tl.constexpr, READS: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Return a slot's pointer, companions and values, and the index of the next slot's address in the table.
-
-    Values of a slot that is not read, or has no list, are 0; no rule uses them.
-    """
+def _slot(table, entry, TYPE: tl.constexpr, CODEC: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return a slot's pointer and companions, and the index of the next slot's address in the table."""
     pointer = entry
     companions = entry
-    x = 0.0
     if TYPE is not None:
         if CODEC == PLAIN:
             pointer = _pointer(table + entry, TYPE, ALIGNED)
             entry += 1
-            if READS:
-                x = _load(pointer, offset, mask, MASKED, BLOCK)
         else:
             if CODEC == REMAINDER8:
                 pointer = _pointer(table + entry, tl.int16, ALIGNED)
@@ -128,9 +118,38 @@ def _slot(
             entry += 1
             if CODEC != BFLOAT16:
                 entry += 1
-            if READS:
-                x = decoded(pointer, companions, offset, size, mask, CODEC, MASKED, BLOCK)
-    return pointer, companions, x, entry
+    return pointer, companions, entry
+
+
+@triton.jit
+def _slots(table, moving, tensor, TYPES: tl.constexpr, CONSTANTS: tl.constexpr):
+    """Return a tensor's pointers in every slot, its companions in all but slot 1, and the pointer of its copy."""
+    WRITES: tl.constexpr = CONSTANTS[3]
+    ROWS: tl.constexpr = CONSTANTS[7]
+    ALIGNED: tl.constexpr = CONSTANTS[8]
+    CODECS: tl.constexpr = CONSTANTS[10]
+    p0, c0, entry = _slot(table, tensor * ROWS + 1, TYPES[0], CODECS[0], ALIGNED)
+    p1, _, _ = _slot(moving, tensor, TYPES[1], 0, ALIGNED)
+    p2, c2, entry = _slot(table, entry, TYPES[2], CODECS[2], ALIGNED)
+    p3, c3, entry = _slot(table, entry, TYPES[3], CODECS[3], ALIGNED)
+    p4, c4, entry = _slot(table, entry, TYPES[4], CODECS[4], ALIGNED)
+    copy, _, _ = _slot(table, entry, TYPES[5] if WRITES[0] else None, 0, ALIGNED)
+    return (p0, p1, p2, p3, p4), (c0, c2, c3, c4), copy
+
+
+@triton.jit
+def _values(
+    pointer, companions, offset, size, mask,
+    TYPE: tl.constexpr, CODEC: tl.constexpr, READS: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Return a slot's values in a block; 0, which no rule uses, if the slot is not read or has no list."""
+    x = 0.0
+    if TYPE is not None and READS:
+        if CODEC == PLAIN:
+            x = _load(pointer, offset, mask, MASKED, BLOCK)
+        else:
+            x = decoded(pointer, companions, offset, size, mask, CODEC, MASKED, BLOCK)
+    return x
 
 
 @triton.jit
@@ -215,45 +234,30 @@ def _measure(terms, before, mask, WANTED: tl.constexpr, MAXIMUM: tl.constexpr, M
 
 @triton.jit
 def _block(
-    tensors, numbers, seed, tensor, offset, size, measured,
+    tensors, slots, numbers, tensor, offset, size, measured,
     RULE: tl.constexpr, TYPES: tl.constexpr, CONSTANTS: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Apply the rule to one block; return the measurements `measured`, updated with the block's."""
     FLAGS: tl.constexpr = CONSTANTS[0]
-    ON_DEVICE: tl.constexpr = CONSTANTS[1]
     READS: tl.constexpr = CONSTANTS[2]
     WRITES: tl.constexpr = CONSTANTS[3]
     CHECKS: tl.constexpr = CONSTANTS[4]
     QUANTITIES: tl.constexpr = CONSTANTS[5]
     MAXIMUM: tl.constexpr = CONSTANTS[6]
-    ROWS: tl.constexpr = CONSTANTS[7]
-    ALIGNED: tl.constexpr = CONSTANTS[8]
     STOCHASTIC: tl.constexpr = CONSTANTS[9]
     CODECS: tl.constexpr = CONSTANTS[10]
-    table, moving, grad_scale, scalars, whole, overflow, nonfinite_counts, noise_places = tensors
-    s0, s1, s2, s3, s4, s5, s6, s7 = numbers
-    s0 = _number(s0, scalars, ON_DEVICE[0])
-    s1 = _number(s1, scalars, ON_DEVICE[1])
-    s2 = _number(s2, scalars, ON_DEVICE[2])
-    s3 = _number(s3, scalars, ON_DEVICE[3])
-    s4 = _number(s4, scalars, ON_DEVICE[4])
-    s5 = _number(s5, scalars, ON_DEVICE[5])
-    s6 = _number(s6, scalars, ON_DEVICE[6])
-    s7 = _number(s7, scalars, ON_DEVICE[7])
-    seed = _number(seed, scalars, ON_DEVICE[8])
-    w0 = 0.0
-    w1 = 0.0
-    if whole is not None:
-        w0 = tl.load(whole + 2 * tensor)
-        w1 = tl.load(whole + 2 * tensor + 1)
+    overflow, nonfinite_counts, noise_places, grad_scale = tensors
+    pointers, companions, copy = slots
+    p0, p1, p2, p3, p4 = pointers
+    c0, c2, c3, c4 = companions
+    scalars, seed, whole, scale = numbers
 
     mask = tl.arange(0, BLOCK) < size - offset
-    entry = tensor * ROWS + 1
-    p0, c0, x0, entry = _slot(table, entry, offset, size, mask, TYPES[0], CODECS[0], READS[0], ALIGNED, MASKED, BLOCK)
-    p1, _, x1, _ = _slot(moving, tensor, offset, size, mask, TYPES[1], 0, READS[1], ALIGNED, MASKED, BLOCK)
-    p2, c2, x2, entry = _slot(table, entry, offset, size, mask, TYPES[2], CODECS[2], READS[2], ALIGNED, MASKED, BLOCK)
-    p3, c3, x3, entry = _slot(table, entry, offset, size, mask, TYPES[3], CODECS[3], READS[3], ALIGNED, MASKED, BLOCK)
-    p4, c4, x4, entry = _slot(table, entry, offset, size, mask, TYPES[4], CODECS[4], READS[4], ALIGNED, MASKED, BLOCK)
+    x0 = _values(p0, c0, offset, size, mask, TYPES[0], CODECS[0], READS[0], MASKED, BLOCK)
+    x1 = _values(p1, p1, offset, size, mask, TYPES[1], 0, READS[1], MASKED, BLOCK)
+    x2 = _values(p2, c2, offset, size, mask, TYPES[2], CODECS[2], READS[2], MASKED, BLOCK)
+    x3 = _values(p3, c3, offset, size, mask, TYPES[3], CODECS[3], READS[3], MASKED, BLOCK)
+    x4 = _values(p4, c4, offset, size, mask, TYPES[4], CODECS[4], READS[4], MASKED, BLOCK)
 
     if CHECKS[1]:
         _flag_nonfinite(x1, overflow, nonfinite_counts, tensor)
@@ -263,27 +267,25 @@ def _block(
     if CHECKS[0] and QUANTITIES == 0:
         known = (tl.abs(x1) < float("inf")) & (tl.abs(x2) < float("inf"))
     if grad_scale is not None:
-        x1 = x1 * tl.load(grad_scale)
+        x1 = x1 * scale
 
     values = (x0, x1, x2, x3, x4)
-    numbers = (s0, s1, s2, s3, s4, s5, s6, s7)
     q0, q1, q2, q3 = measured
     if QUANTITIES > 0:
-        values, terms = RULE(values, (w0, w1), numbers, FLAGS)
+        values, terms = RULE(values, whole, scalars, FLAGS)
         q0 = _measure(terms[0], q0, mask, True, MAXIMUM, MASKED)
         q1 = _measure(terms[1], q1, mask, QUANTITIES > 1, MAXIMUM, MASKED)
         q2 = _measure(terms[2], q2, mask, QUANTITIES > 2, MAXIMUM, MASKED)
         q3 = _measure(terms[3], q3, mask, QUANTITIES > 3, MAXIMUM, MASKED)
     else:
-        values = RULE(values, (w0, w1), numbers, FLAGS)
+        values = RULE(values, whole, scalars, FLAGS)
 
     x0, x1, x2, x3, x4 = values
     if CHECKS[0] and QUANTITIES == 0:
         _flag_nonfinite(tl.where(known, x0.to(TYPES[0]).to(tl.float32), 0.0), overflow, nonfinite_counts, tensor)
     if WRITES[0]:
         if TYPES[5] is not None:
-            p5 = _pointer(table + entry, TYPES[5], ALIGNED)
-            _store(p5, offset, x0, mask, TYPES[5], True, MASKED, BLOCK)
+            _store(copy, offset, x0, mask, TYPES[5], True, MASKED, BLOCK)
         if STOCHASTIC:
             number, index = _noise_place(noise_places, tensor, offset + tl.arange(0, BLOCK))
             x0 = round_stochastically(x0, noise_bits(seed, number, index, 0))
@@ -298,20 +300,20 @@ def _block(
 
 @triton.jit
 def _block_or_end(
-    tensors, numbers, seed, tensor, offset, size, found,
+    tensors, slots, numbers, tensor, offset, size, found,
     RULE: tl.constexpr, TYPES: tl.constexpr, CONSTANTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # Loads under a mask are not vectorised, which costs 60% on large tensors: only a tensor's last block uses one.
     if offset + BLOCK <= size:
         q0, q1, q2, q3 = _block(
-            tensors, numbers, seed, tensor, offset, size, found, RULE, TYPES, CONSTANTS, BLOCK, MASKED=False
+            tensors, slots, numbers, tensor, offset, size, found, RULE, TYPES, CONSTANTS, BLOCK, MASKED=False
         )
     else:
         CODECS: tl.constexpr = CONSTANTS[10]
         q0, q1, q2, q3 = found
         if CODECS[0] + CODECS[2] + CODECS[3] + CODECS[4] == 0:
             q0, q1, q2, q3 = _block(
-                tensors, numbers, seed, tensor, offset, size, found, RULE, TYPES, CONSTANTS, BLOCK, MASKED=True
+                tensors, slots, numbers, tensor, offset, size, found, RULE, TYPES, CONSTANTS, BLOCK, MASKED=True
             )
         else:
             # In parts: else these many loads take more registers than whole blocks, 148 per thread in place of 64 for
@@ -319,7 +321,7 @@ def _block_or_end(
             PART: tl.constexpr = BLOCK // 4 if BLOCK >= 256 else 64
             while offset < size:
                 q0, q1, q2, q3 = _block(
-                    tensors, numbers, seed, tensor, offset, size, (q0, q1, q2, q3), RULE, TYPES, CONSTANTS, PART,
+                    tensors, slots, numbers, tensor, offset, size, (q0, q1, q2, q3), RULE, TYPES, CONSTANTS, PART,
                     MASKED=True,
                 )  # fmt: skip
                 offset += PART
@@ -361,29 +363,49 @@ def apply_rule(
     if noop is not None:
         if tl.load(noop) != 0:
             return
-    tensors = (table, moving, grad_scale, scalars, whole, overflow, nonfinite_counts, noise_places)
-    numbers = (s0, s1, s2, s3, s4, s5, s6, s7)
     program = tl.program_id(0).to(tl.int64)
     tensor = tl.program_id(0)
     offset = program * 0
     if programs is not None:
         tensor = tl.load(programs + 2 * program)
         offset = tl.load(programs + 2 * program + 1).to(tl.int64) * (BLOCK * BLOCKS)
+    # Whatever the blocks have in common is loaded at once, and before there is a branch.
     size = tl.load(table + tensor * CONSTANTS[7])
+    slots = _slots(table, moving, tensor, TYPES, CONSTANTS)
+    ON_DEVICE: tl.constexpr = CONSTANTS[1]
+    s0 = _number(s0, scalars, ON_DEVICE[0])
+    s1 = _number(s1, scalars, ON_DEVICE[1])
+    s2 = _number(s2, scalars, ON_DEVICE[2])
+    s3 = _number(s3, scalars, ON_DEVICE[3])
+    s4 = _number(s4, scalars, ON_DEVICE[4])
+    s5 = _number(s5, scalars, ON_DEVICE[5])
+    s6 = _number(s6, scalars, ON_DEVICE[6])
+    s7 = _number(s7, scalars, ON_DEVICE[7])
+    seed = _number(seed, scalars, ON_DEVICE[8])
+    w0 = 0.0
+    w1 = 0.0
+    if whole is not None:
+        w0 = tl.load(whole + 2 * tensor)
+        w1 = tl.load(whole + 2 * tensor + 1)
+    scale = 1.0
+    if grad_scale is not None:
+        scale = tl.load(grad_scale)
+    numbers = ((s0, s1, s2, s3, s4, s5, s6, s7), seed, (w0, w1), scale)
+    tensors = (overflow, nonfinite_counts, noise_places, grad_scale)
     q0 = tl.full((), 0.0, tl.float32)
     q1 = tl.full((), 0.0, tl.float32)
     q2 = tl.full((), 0.0, tl.float32)
     q3 = tl.full((), 0.0, tl.float32)
     if BLOCKS == 1:
         q0, q1, q2, q3 = _block_or_end(
-            tensors, numbers, seed, tensor, offset, size, (q0, q1, q2, q3), RULE, TYPES, CONSTANTS, BLOCK
+            tensors, slots, numbers, tensor, offset, size, (q0, q1, q2, q3), RULE, TYPES, CONSTANTS, BLOCK
         )
     else:
         # A run-time bound: a loop with a constant number of steps would be unrolled until registers spill.
         end = tl.minimum(size, offset + BLOCK * BLOCKS)
         while offset < end:
             q0, q1, q2, q3 = _block_or_end(
-                tensors, numbers, seed, tensor, offset, size, (q0, q1, q2, q3), RULE, TYPES, CONSTANTS, BLOCK
+                tensors, slots, numbers, tensor, offset, size, (q0, q1, q2, q3), RULE, TYPES, CONSTANTS, BLOCK
             )
             offset += BLOCK
     QUANTITIES: tl.constexpr = CONSTANTS[5]
