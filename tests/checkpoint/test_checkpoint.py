@@ -295,8 +295,9 @@ def test_sharded_damage_is_noticed(tmp_path: Path) -> None:
 
 
 def test_arguments(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="keep must be at least 1"):
-        checkpoint.Series(tmp_path, keep=0)
+    for keep in (0, True):
+        with pytest.raises(ValueError, match=f"keep must be at least 1, or None to keep all checkpoints, not {keep}"):
+            checkpoint.Series(tmp_path, keep=keep)
     with pytest.raises(ValueError, match="step must not be negative"):
         checkpoint.Series(tmp_path).save({}, -1)
     with pytest.raises(TypeError, match=r"step=1\.5 must be an integer"):

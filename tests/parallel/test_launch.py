@@ -126,6 +126,8 @@ def test_multiproc_counts_processes(started: list[list[str]], capsys: pytest.Cap
     first = ["--standalone", "--nproc-per-node=3", "-m", "apex.parallel.multiproc", "s.py", "-x"]
     second = ["--standalone", "--nproc-per-node=5", "-m", "apex.parallel.multiproc", "s.py", "--world-size", "5"]
     assert started == [first, second]
+    assert multiproc.main(["s.py", "--world-size=5"]) == 4
+    assert started.pop() == [*second[:5], "--world-size=5"]
     assert multiproc.main(["s.py", "--world-size", "many"]) == 2
     assert "--world-size many" in capsys.readouterr().err
     assert multiproc.main([]) == 2
@@ -141,8 +143,9 @@ def test_multiproc_replaces_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(multiproc.runpy, "run_path", lambda path, run_name: seen.append((path, run_name, sys.argv)))
     monkeypatch.setattr(sys, "argv", [])
     monkeypatch.setattr(sys, "path", [""])
-    multiproc.run_script([str(script), "--rank", "7", "-v", "--world-size", "8"], 0, 2)
-    assert seen == [(str(script), "__main__", [str(script), "--rank", "0", "-v", "--world-size", "2"])]
+    for given in (["--rank", "7", "-v", "--world-size", "8"], ["--rank=7", "-v", "--world-size=8"]):
+        multiproc.run_script([str(script), *given], 0, 2)
+        assert seen.pop() == (str(script), "__main__", [str(script), "--rank", "0", "-v", "--world-size", "2"])
     assert sys.path == [str(tmp_path)]
 
 

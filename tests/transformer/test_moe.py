@@ -404,6 +404,16 @@ def test_bias_follows_the_tokens_of_backward_passes() -> None:
     assert not any("tokens" in name for name in layer.state_dict())
 
 
+def test_bias_of_a_router_without_gradients_follows_the_tokens() -> None:
+    layer, x = moe.MoELayer(config(**BIASED)), numbers(6, 4, HIDDEN)
+    layer.router.requires_grad_(False)
+    counts = layer.router.route(x)[0].flatten().bincount(minlength=EXPERTS).float()
+    layer.router.finish_step()
+    layer(x)[0].sum().backward()
+    _update_routers([layer.router])
+    assert torch.equal(layer.router.expert_bias, 0.25 * (counts.mean() - counts).sign())
+
+
 def test_bias_stays_in_float32() -> None:
     layer = moe.MoELayer(config(params_dtype=torch.float32, **BIASED))
     layer.router.expert_bias += 1.0 + 2.0**-20

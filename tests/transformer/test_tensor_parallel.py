@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from apex.transformer.tensor_parallel import RingMemBuffer, VocabUtility, memory, random, split_tensor_along_last_dim
+from apex.transformer.tensor_parallel import (
+    RingMemBuffer,
+    VocabUtility,
+    cross_entropy,
+    memory,
+    random,
+    split_tensor_along_last_dim,
+    vocab_parallel_cross_entropy,
+)
 from apex.transformer.utils import divide
 from tests.parallel.processes import run_checks
 from tests.transformer import tensor_parallel_checks
@@ -41,6 +49,12 @@ def test_split_along_last_dim() -> None:
     assert all(part.is_contiguous() for part in copies)
     with pytest.raises(AssertionError, match="6 is not divisible by 4"):
         split_tensor_along_last_dim(tensor, 4)
+
+
+def test_one_class_has_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cross_entropy, "get_tensor_model_parallel_world_size", lambda: 1)
+    loss = vocab_parallel_cross_entropy(torch.randn(3, 1), torch.zeros(3, dtype=torch.int64), label_smoothing=0.1)
+    torch.testing.assert_close(loss, torch.zeros(3))
 
 
 def test_parts_of_a_vocabulary() -> None:

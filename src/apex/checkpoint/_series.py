@@ -67,7 +67,7 @@ class Series:
 
     def __init__(self, folder: str | os.PathLike[str], *, keep: int | None = 3, sharded: bool = False) -> None:
         keep = None if keep is None else integer("keep", keep)
-        if keep is not None and keep < 1:
+        if keep is True or (keep is not None and keep < 1):
             raise ValueError(f"keep must be at least 1, or None to keep all checkpoints, not {keep}")
         self.folder = Path(folder)
         self.keep = keep

@@ -37,6 +37,7 @@ def main(arguments: Sequence[str]) -> int:
 def run_script(arguments: Sequence[str], rank: int, world_size: int) -> None:
     """Run the script in one of the processes, with its rank and the world size as arguments."""
     script, *rest = arguments
+    rest = _separated(rest)
     for name, number in ((_WORLD_SIZE, world_size), (_RANK, rank)):
         if name in rest[:-1]:
             rest[rest.index(name) + 1] = str(number)
@@ -51,7 +52,14 @@ def run_script(arguments: Sequence[str], rank: int, world_size: int) -> None:
 
 
 def _value_of(name: str, arguments: Sequence[str]) -> str | None:
+    arguments = _separated(arguments)
     return arguments[arguments.index(name) + 1] if name in arguments[:-1] else None
+
+
+def _separated(arguments: Sequence[str]) -> list[str]:
+    """Return arguments with the two options in the form of two words, also if they were given as OPTION=VALUE."""
+    words = [word.split("=", 1) if word.startswith((f"{_WORLD_SIZE}=", f"{_RANK}=")) else [word] for word in arguments]
+    return [part for parts in words for part in parts]
 
 
 if __name__ == "__main__":

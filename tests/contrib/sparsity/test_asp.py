@@ -474,6 +474,15 @@ def test_wanda_weighs_inputs_and_is_permuted() -> None:
         torch.testing.assert_close(*(each.tied_tensors(layer.weight)[0] for each in (calculator, fresh)))
 
 
+def test_wanda_sees_inputs_by_name() -> None:
+    model, x = nn.Linear(16, 32), torch.rand(3, 16)
+    with WandaMask(model) as by_name:
+        model(input=x)
+    with WandaMask(model) as by_place:
+        model(x)
+    assert torch.equal(by_name.tied_tensors(model.weight)[0], by_place.tied_tensors(model.weight)[0])
+
+
 def test_conversion_needs_a_gpu() -> None:
     model = make()
     with pytest.raises(RuntimeError, match="move the model to a GPU first"):

@@ -177,7 +177,7 @@ class WandaMask:
         self._squares: dict[Tensor, Tensor] = {}
 
     def __enter__(self) -> WandaMask:
-        self._hooks = [layer.register_forward_pre_hook(self._see) for layer in self._layers]
+        self._hooks = [layer.register_forward_pre_hook(self._see, with_kwargs=True) for layer in self._layers]
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -185,10 +185,11 @@ class WandaMask:
             hook.remove()
 
     @torch.no_grad()
-    def _see(self, layer: Any, inputs: tuple[Tensor, ...]) -> None:
+    def _see(self, layer: Any, inputs: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
         """Add up the squares of a layer's inputs, shaped to broadcast to its weight."""
         weight, groups = layer.weight, getattr(layer, "groups", 1)
-        squares = inputs[0].detach().float().square().movedim(1 - weight.dim(), 0).flatten(1).sum(1).view(groups, -1)
+        input = inputs[0] if inputs else named["input"]
+        squares = input.detach().float().square().movedim(1 - weight.dim(), 0).flatten(1).sum(1).view(groups, -1)
         if groups > 1:
             squares = squares.repeat_interleave(len(weight) // groups, 0)
         squares = squares.view(*squares.shape, *(1,) * (weight.dim() - 2))

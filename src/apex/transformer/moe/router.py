@@ -134,7 +134,8 @@ class TopKRouter(MarkedModule):
             weight = MoEAuxLossAutoScaler.apply(weight, self._balance_loss(logits, batch))
         if trains and self.expert_bias is not None:
             counts = count_rows(index, self.num_experts).to(torch.float32)
-            if torch.compiler.is_compiling():  # the compiler traces no changes in a backward pass
+            # The compiler traces no changes in a backward pass, and without a gradient there is none here.
+            if torch.compiler.is_compiling() or not weight.requires_grad:
                 self.local_tokens_per_expert = self.local_tokens_per_expert + counts
             else:
                 weight = _CountInBackward.apply(weight, counts, self)

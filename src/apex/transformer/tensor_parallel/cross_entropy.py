@@ -42,7 +42,7 @@ def vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor, 
     if not 0.0 <= label_smoothing < 1.0:
         raise ValueError(f"label_smoothing must be at least 0 and below 1, got {label_smoothing}")
     classes = ranks * vocab_parallel_logits.shape[-1]
-    uniform = label_smoothing * classes / (classes - 1) if label_smoothing else 0.0
+    uniform = label_smoothing * classes / max(1, classes - 1)
     if ranks > 1:
         return _VocabParallelCrossEntropy.apply(vocab_parallel_logits, target, uniform)
     rows, labels = vocab_parallel_logits.reshape(-1, classes), target.reshape(-1)
