@@ -134,7 +134,7 @@ class UpdateBucket:
 
     def current_slots(self) -> tuple[list[list[Tensor] | None], list[Tensor] | None, Encodings]:
         """Return the lists for each slot of a rule, with this step's gradients, the list for copies, and encodings."""
-        slots, copy, *encodings = self._slots(self._gradients())
+        slots, copy, *encodings = self._slots(self._held)
         return slots, copy, encodings[0] if encodings else {}
 
     def _local_tensors(self) -> list[Tensor]:
@@ -157,12 +157,12 @@ class UpdateBucket:
             return False
         if not lists.usable():
             return False
-        if isinstance(lists, TritonLists) and not self._distributed and (alike or self._laid_out_alike(gradients)):
-            if not lists.table.has_gradients(gradients):
-                lists.table.update_moving(list(map(_data_ptr, gradients)))
-            return True
-        self._held = gradients if alike else self._gradients()
-        lists.point_to(*self._slots(self._held))
+        in_place = alike or (not self._distributed and self._laid_out_alike(gradients))
+        self._held = gradients if in_place else self._gradients()
+        if not (in_place and isinstance(lists, TritonLists)):
+            lists.point_to(*self._slots(self._held))
+        elif not lists.table.has_gradients(gradients):
+            lists.table.update_moving(list(map(_data_ptr, gradients)))
         return True
 
     def _has_state(self) -> bool:

@@ -16,7 +16,6 @@ from ..ops.multi_tensor import make_lists, rules
 from ..ops.multi_tensor.codecs import Encodings
 from ..ops.multi_tensor.flat import is_dense
 from ..ops.multi_tensor.tables import upload
-from ..ops.multi_tensor.torch_lists import TorchLists
 from ..ops.newton_schulz import newton_schulz, resolved
 from ..ops.newton_schulz.config import matrices_at_once
 from ._buckets import UpdateBucket
@@ -158,7 +157,6 @@ class Directions:
             bucket.watch(SQUARES)
         self.factors = upload(factors, torch.float32, bucket.device)  # also while a graph is captured
         self._lists: Any = None
-        self._addresses: list[int] = []
         # If the iteration's results are float16 and can be used as they are: the directions' memory as float16, and
         # lists of it for the update pass. A copy to bfloat16 would move 4 more bytes per element.
         self._halves: list[Tensor] = []
@@ -185,16 +183,14 @@ class Directions:
     def lists(self, slots: list[list[Tensor] | None], copy: list[Tensor] | None, encodings: Encodings) -> Any:
         """Return lists of a bucket's slots with the directions in slot 3."""
         slots[3] = self.views
-        addresses = [tensor.data_ptr() for tensors in (*slots, copy) if tensors for tensor in tensors]
         halves: Any = ([slots[0], None, None, self._halves, None], copy, {0: encodings[0]} if 0 in encodings else None)
         if self._lists is None or not self._lists.usable():
             self._lists = make_lists(slots, copy, encodings)
             self._half_lists = make_lists(*halves) if self._halves else None
-        elif addresses != self._addresses or isinstance(self._lists, TorchLists):
+        else:
             self._lists.point_to(slots, copy, encodings)
             if self._half_lists is not None:
                 self._half_lists.point_to(*halves)
-        self._addresses = addresses
         return self._lists
 
     def update(
