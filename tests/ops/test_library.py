@@ -98,6 +98,20 @@ def test_without_triton_everything_still_works() -> None:
     assert "triton" in result.stdout
 
 
+@pytest.mark.parametrize(("version", "problem"), [("3.3.1", "Triton 3.3.1 cannot compile"), ("3.4.0", "None")])
+def test_a_triton_that_cannot_compile_the_kernels_is_not_used(version: str, problem: str) -> None:
+    code = (
+        "import importlib.util, sys, types; import torch\n"
+        "from apex.ops import _library\n"
+        "old = types.ModuleType('triton'); old.__spec__ = importlib.util.spec_from_loader('triton', None)\n"
+        f"sys.modules['triton'] = old; old.__version__ = {version!r}\n"
+        "print(_library.triton_problem())\n"
+    )
+    environment = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "APEX_IMPL")}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert problem in result.stdout
+
+
 @pytest.mark.gpu
 def test_a_gpu_takes_triton() -> None:
     with _library.implementation("auto"):

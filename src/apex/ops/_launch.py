@@ -33,8 +33,8 @@ KERNELS: dict[str, Kernel] = {}
 _recorder: MutableSequence[Launch] | None = None
 
 _TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
-# From Triton 3.3 to 3.9 a compiled kernel's `run` takes the arguments given here; other versions are launched plainly.
-_RUN_IS_KNOWN = (3, 3) <= _TRITON <= (3, 9)
+# Up to Triton 3.9 a compiled kernel's `run` takes the arguments given here; newer versions are launched plainly.
+_RUN_IS_KNOWN = _TRITON <= (3, 9)
 SHARES_LAUNCHER = _TRITON == (3, 6) and torch.version.hip is None
 _ALIGNMENT = 16
 

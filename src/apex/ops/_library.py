@@ -70,6 +70,8 @@ FAMILIES: dict[str, OpFamily] = {}
 _META = torch.device("meta")
 _is_tracing, _are_functorch_transforms_active = torch._C._is_tracing, torch._C._are_functorch_transforms_active
 
+# Triton 3.2 and 3.3 compile no tuples with None, no functions as constants and no three operands of `or`.
+OLDEST_TRITON = (3, 4)
 # The implementation requested by `APEX_IMPL` or by `implementation`: auto, triton or torch.
 requested: _env.Implementation = _env.requested_implementation()
 _runs_triton: dict[tuple[str, torch.device, torch.dtype], bool] = {}
@@ -114,9 +116,11 @@ def _look_for_triton() -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "the triton package is not installed"
     try:
-        import triton  # noqa: F401
+        import triton
     except Exception as error:  # a broken installation must not take the library down with it
         return f"importing triton failed: {type(error).__name__}: {error}"
+    if not _env.triton_interpreter_requested() and tuple(map(int, triton.__version__.split(".")[:2])) < OLDEST_TRITON:
+        return f"Triton {triton.__version__} cannot compile the kernels; PyTorch 2.8 comes with 3.4, which can"
     return None
 
 

@@ -267,8 +267,10 @@ def norm_backward_wide(
                 next_dweight = next_dweight + (dweight[chunk] + gradient * normalised,)
                 if bias is not None:
                     next_dbias = next_dbias + (dbias[chunk] + gradient,)
-        dweight = next_dweight
-        dbias = next_dbias
+        if partials is not None:  # Triton 3.4 fails at loops that assign an empty tuple to one of before
+            dweight = next_dweight
+            if bias is not None:
+                dbias = next_dbias
     if partials is not None:
         for chunk in tl.static_range(CHUNKS):
             position = chunk * BLOCK + column
