@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from apex._cli.app import app
 from apex._cli.build.calls import parse_call
-from apex._cli.tune import command, replay, search
+from apex._cli.tune import command, search
 from apex.ops import _device, _examples, _library, _tuned
 from apex.ops._device import INTERPRETER, facts
 from apex.ops._examples import by_name
@@ -88,14 +88,14 @@ def test_noise_is_no_gain(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_wrong_numbers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_times(monkeypatch, lambda changes: 5.0 if changes else 10.0)
-    results = replay.Replay.results
+    results = _examples.Call.results
 
-    def wrong(self: replay.Replay) -> list[torch.Tensor]:
+    def wrong(self: _examples.Call) -> list[torch.Tensor]:
         output, *gradients = results(self)
-        assert _tuned._trial is not None
-        return [output + 0.2 if any(_tuned._trial.values()) else output, *gradients]
+        is_trial = _tuned._trial is not None and any(_tuned._trial.values())
+        return [output + 0.2 if is_trial else output, *gradients]
 
-    monkeypatch.setattr(replay.Replay, "results", wrong)
+    monkeypatch.setattr(_examples.Call, "results", wrong)
     (outcome,) = found("xentropy:8x64", op="short")
     assert outcome.config == {}
     assert "is wrong: its error is" in outcome.reason
@@ -103,13 +103,13 @@ def test_wrong_numbers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_other_bits_each_time_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_times(monkeypatch, lambda changes: 5.0 if changes else 10.0)
-    results, times = replay.Replay.results, iter(range(100))
+    results, times = _examples.Call.results, iter(range(100))
 
-    def unsteady(self: replay.Replay) -> list[torch.Tensor]:
+    def unsteady(self: _examples.Call) -> list[torch.Tensor]:
         output, *gradients = results(self)
         return [output + 1e-6 * next(times), *gradients]
 
-    monkeypatch.setattr(replay.Replay, "results", unsteady)
+    monkeypatch.setattr(_examples.Call, "results", unsteady)
     (outcome,) = found("xentropy:8x64", op="short")
     assert outcome.config == {}
     assert "other bits" in outcome.reason
@@ -151,7 +151,7 @@ def test_what_a_call_asks_is_asked_again_by_its_replay(name: str, ops: set[str])
             assert each.reason == ""
             assert each.pending
         assert each.replay is not None
-        assert each.replay.worst_excess(each.replay.results()) <= 1
+        assert each.replay.call.worst_excess(each.replay.call.results()) <= 1
 
 
 def test_every_tunable_rule_has_a_call() -> None:

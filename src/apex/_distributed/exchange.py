@@ -49,13 +49,8 @@ def _named(description: str, tensor: Tensor) -> str:
     return f"{description} ({_described(tensor)} here)"
 
 
-def start_sum(tensor: Tensor, group: Any, description: str) -> tuple[Tensor, Work]:
-    """Start the sum over the group; return the result, valid after the work is done, and the work."""
-    return start_sum_in_place(tensor.clone(memory_format=torch.contiguous_format), group, description)
-
-
 def start_sum_in_place(total: Tensor, group: Any, description: str) -> tuple[Tensor, Work]:
-    """Start the sum over the group in the memory of `total`, which must be contiguous; see `start_sum`."""
+    """Start the sum over the group in the memory of `total`, which must be contiguous; return `total` and the work."""
     check_alike(total, group, description)
     return total, collectives.all_reduce(total, group, _named(description, total))
 
@@ -84,7 +79,8 @@ def sum_over(tensor: Tensor, group: Any, description: str) -> Tensor:
         from torch.distributed import _functional_collectives as functional
 
         return functional.wait_tensor(functional.all_reduce(tensor.contiguous(), "sum", group))
-    return _finished(*start_sum(tensor, group, description))
+    total = tensor.clone(memory_format=torch.contiguous_format)
+    return _finished(*start_sum_in_place(total, group, description))
 
 
 def gather(tensor: Tensor, group: Any, description: str, dim: int = 0) -> Tensor:

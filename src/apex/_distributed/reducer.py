@@ -45,9 +45,9 @@ class BucketReducer:
         self._under_way: deque[Sent] = deque()
         self._start_round()
 
-    def _set_buckets(self, members: Iterable[Collection[int]], order: Iterable[int] | None = None) -> None:
+    def _set_buckets(self, members: Iterable[Collection[int]]) -> None:
         self._members = list(members)
-        self._order = list(range(len(self._members)) if order is None else order)
+        self._order = list(range(len(self._members)))
         self._start_round()
 
     def _start_round(self) -> None:

@@ -22,9 +22,6 @@ import torch
 
 from ..ops.autocast import RuleKernels, casts_off, device_types, modes_here, restored_by, set_casts
 
-__all__ = ["active", "cast_as_here", "casts_off", "leave_thread", "run_cast", "suspended", "switch_off", "switch_on"]
-
-
 # Up to PyTorch 2.10 autocast also caches copies made under no_grad, and weights used again would get no gradient.
 _KEEPS_COPIES = torch.__version__ >= "2.11"
 

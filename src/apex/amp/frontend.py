@@ -28,22 +28,33 @@ from ._overflow_trace import OverflowTrace
 from .scaler import LossScaler, _overflow_messages
 
 
+def _settings(
+    level: str | None = None,
+    cast: Any = None,
+    patch: Any = None,
+    batchnorm: Any = None,
+    masters: Any = None,
+    scale: Any = 1.0,
+) -> dict[str, Any]:
+    """Return the properties of an opt level, or by default of none."""
+    return {
+        "opt_level": level,
+        "cast_model_type": cast,
+        "patch_torch_functions": patch is not None,
+        "patch_torch_functions_type": patch,
+        "keep_batchnorm_fp32": batchnorm,
+        "master_weights": masters,
+        "loss_scale": scale,
+    }
+
+
 class Properties:
     """The settings of a session: an opt level sets them and a user may override them; `options` holds them all."""
 
     options: dict[str, Any]
 
     def __init__(self) -> None:
-        self.__dict__["options"] = {
-            "enabled": False,
-            "opt_level": None,
-            "cast_model_type": None,
-            "patch_torch_functions": False,
-            "patch_torch_functions_type": None,
-            "keep_batchnorm_fp32": None,
-            "master_weights": None,
-            "loss_scale": 1.0,
-        }
+        self.__dict__["options"] = {"enabled": False, **_settings()}
 
     def _update_options_dict(self, new_options: dict[str, Any]) -> None:
         for name, value in new_options.items():
@@ -104,18 +115,6 @@ class _Level:
     def __call__(self, properties: Properties) -> Properties:
         properties.options.update(self.settings, enabled=True)
         return properties
-
-
-def _settings(level: str, cast: Any, patch: Any, batchnorm: Any, masters: Any, scale: Any) -> dict[str, Any]:
-    return {
-        "opt_level": level,
-        "cast_model_type": cast,
-        "patch_torch_functions": patch is not None,
-        "patch_torch_functions_type": patch,
-        "keep_batchnorm_fp32": batchnorm,
-        "master_weights": masters,
-        "loss_scale": scale,
-    }
 
 
 class O0(_Level):

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any, NamedTuple
 
-__all__ = ["StageReport", "StageRow"]
-
 
 class StageRow(NamedTuple):
     """A stage, whether it was applied, and a text: its effect, or the reason why it was not applied."""

@@ -12,8 +12,6 @@ from ._stages import StepDecorator
 from .booster import Booster
 from .mixed_precision import BF16MixedPrecision, FP8MixedPrecision, MixedPrecision
 
-__all__ = ["boost"]
-
 
 def boost(
     model: nn.Module,

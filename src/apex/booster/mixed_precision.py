@@ -281,12 +281,9 @@ class AmpOptimizer(OptimizerWrapper):
     ) -> None:
         from .. import amp
 
-        with self._held(), amp.scale_loss(loss, self.optim, loss_id, None, self._delays) as scaled:
+        delays = self.delays_unscale or self.finalize is not None
+        with self._held(), amp.scale_loss(loss, self.optim, loss_id, None, delays) as scaled:
             scaled.backward(inputs=inputs, retain_graph=retain_graph, **kwargs)
-
-    @property
-    def _delays(self) -> bool:
-        return self.delays_unscale or self.finalize is not None
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         from .. import amp

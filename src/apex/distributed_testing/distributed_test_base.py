@@ -28,9 +28,6 @@ class DistributedTestBase(MultiProcessTestCase):
 
     DISTRIBUTED_BACKEND: str | None = None
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-
     def setUp(self) -> None:
         super().setUp()
         self._setup_pre_spawn()

@@ -52,7 +52,8 @@ class FP16_Optimizer:
         self.verbose = verbose
         self.dynamic_loss_scale = bool(dynamic_loss_scale)
         self.dynamic_loss_args = dict(dynamic_loss_args or {})
-        self.loss_scaler = self._new_scaler(static_loss_scale)
+        scaling = self.dynamic_loss_args if dynamic_loss_scale else {}
+        self.loss_scaler = LossScaler("dynamic" if dynamic_loss_scale else static_loss_scale, **scaling)
         self.optimizer = init_optimizer
         self.overflow = False
         self.first_closure_call_this_step = True
@@ -72,11 +73,6 @@ class FP16_Optimizer:
         self.all_fp32_from_fp32_params = _joined(self.fp32_from_fp32_groups)
         if init_optimizer.state:  # loading casts the state of parameters that now have a master
             init_optimizer.load_state_dict(init_optimizer.state_dict())
-
-    def _new_scaler(self, static_loss_scale: float) -> LossScaler:
-        if self.dynamic_loss_scale:
-            return LossScaler("dynamic", **self.dynamic_loss_args)
-        return LossScaler(static_loss_scale)
 
     def _take_group(self, index: int, group: dict[str, Any]) -> None:
         """Replace the half-precision parameters of a group by masters."""

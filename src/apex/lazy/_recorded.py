@@ -24,8 +24,6 @@ from torch.utils._python_dispatch import (
 
 from ..ops._host import HOST
 
-__all__ = ["LazyTensor", "Recorder", "materialize", "replay", "take_lazy"]
-
 _META = torch.device("meta")
 _numbers = itertools.count()
 # In-place operations that overwrite a whole tensor without reading it: older operations need not run.

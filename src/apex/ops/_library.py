@@ -14,7 +14,7 @@ import importlib
 import importlib.util
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -362,6 +362,21 @@ class LazyModule:
         module = importlib.import_module(self._name)
         self.__dict__.update(vars(module))  # later accesses do not reach this method
         return getattr(module, attribute)
+
+
+def differentiable_gradients(
+    function: Callable[..., torch.Tensor],
+    inputs: Sequence[torch.Tensor | None],
+    gradient: torch.Tensor,
+    wanted: Sequence[bool],
+) -> tuple[torch.Tensor | None, ...]:
+    """Return the wanted gradients of `function(*inputs)`, which can be differentiated again (create_graph=True)."""
+    # Aliases, because an input may be the same tensor as another or, as in tied embeddings, be computed from it; that
+    # dependence is not this function's to differentiate.
+    aliases = [None if tensor is None else tensor.view_as(tensor) for tensor in inputs]
+    chosen: list[Any] = [alias for alias, is_wanted in zip(aliases, wanted, strict=True) if is_wanted]
+    found = iter(torch.autograd.grad(function(*aliases), chosen, gradient, create_graph=True))
+    return tuple(next(found) if is_wanted else None for is_wanted in wanted)
 
 
 def once_differentiable(backward: Callable) -> Callable:

@@ -51,11 +51,6 @@ class GradientReducer(BucketReducer):
             self._make_buckets(plan(self.params, range(len(self.params)), None, None))
 
     @property
-    def is_planned(self) -> bool:
-        """Return True if buckets have been made."""
-        return bool(self.buckets)
-
-    @property
     def has_gradients(self) -> bool:
         """Return True if a gradient has arrived in the current pass."""
         return bool(self._arrived)

@@ -426,7 +426,7 @@ class DistributedDataParallel(nn.Module):
     @property
     def needs_refresh(self) -> bool:
         """Return True if the next backward pass determines the buckets."""
-        return self._reducer is None or not self._reducer.is_planned
+        return self._reducer is None or not self._reducer.buckets
 
     @property
     def active_i_buckets(self) -> list[list[int]]:

@@ -21,12 +21,4 @@ _SUBPACKAGES = (
 
 __all__ = ["AttnMaskType", "AttnType", "LayerType", "ModelType", "finalize_model_grads", *_SUBPACKAGES]
 
-_subpackage, __dir__ = lazy_subpackages(__name__, _SUBPACKAGES)
-
-
-def __getattr__(name: str) -> object:
-    if name == "finalize_model_grads":
-        from .finalize_grads import finalize_model_grads
-
-        return finalize_model_grads
-    return _subpackage(name)
+__getattr__, __dir__ = lazy_subpackages(__name__, _SUBPACKAGES, {"finalize_model_grads": "finalize_grads"})

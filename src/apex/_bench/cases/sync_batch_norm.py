@@ -6,6 +6,7 @@ needs a GPU; on a CPU the peer is PyTorch's batch norm, which exchanges nothing.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -15,26 +16,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
+from ...ops._examples import Make
 from ...parallel.optimized_sync_batchnorm_kernel import SyncBatchnormFunction
-from ..directions import Random, exact, long_name, passes, prepare, times, with_peers
-from ..registry import Case, Family, Prepared, register
+from ..directions import Maker, call, long_name, times
+from ..registry import OURS, Case, Expected, Family, Prepared, register
 
-Shape = tuple[int, ...]
+Shape = tuple[int, int, int, int]
 EPS, MOMENTUM = 1e-5, 0.1
-LAYOUTS = {"nchw": torch.contiguous_format, "nhwc": torch.channels_last}
-
-
-def _square(*shapes: tuple[int, int, int]) -> tuple[Shape, ...]:
-    """Return image shapes from (images, channels, height), with the width equal to the height."""
-    return tuple((*shape, shape[-1]) for shape in shapes)
-
-
-CPU_SHAPES = _square((8, 64, 56), (8, 256, 28))
-SYNC_SHAPES = _square((64, 64, 112), (64, 256, 56), (64, 512, 28), (64, 1024, 14), (32, 2048, 7))
-
-
-def _pixels(shape: Shape) -> int:
-    return math.prod(shape) // shape[1]
+LAYOUTS = ("nchw", "nhwc")
+CPU_SHAPES = ((8, 64, 56, 56), (8, 256, 28, 28))
+SYNC_SHAPES = ((64, 64, 112, 112), (64, 256, 56, 56), (64, 512, 28, 28), (64, 1024, 14, 14), (32, 2048, 7, 7))
+# Tensors of the image's size that a pass reads or writes.
+MOVED = {"fwd": 2, "bwd": 3}
 
 
 def _group(device: torch.device) -> dist.ProcessGroup:
@@ -61,14 +54,23 @@ def _local(x: Tensor, weight: Tensor, bias: Tensor, *running_and_group: Any) -> 
 
 
 def _sync_batch_norm(dtype: torch.dtype, shape: Shape, layout: str, direction: str, device: torch.device) -> Prepared:
-    random, channels = Random(device), shape[1]
-    x, gradient = (random.normal(*shape, dtype=dtype, layout=LAYOUTS[layout]) for _ in range(2))
-    leaves = [each.requires_grad_() for each in (x, random.weight(channels), random.weight(channels))]
+    make, channels = Make(dtype, device), shape[1]
+    x, dy = (make.image(*shape, channels_last=layout == "nhwc") for _ in range(2))
+    gradient = dy.detach()
+    leaves = [x, *(make.weight(channels, dtype=torch.float32) for _ in range(2))]
     running = torch.zeros(channels, device=device), torch.ones(channels, device=device)
     arguments = (*leaves, *running, _group(device))
-    expected = exact(_local, arguments, gradient, direction, dtype, (1, 1, _pixels(shape), _pixels(shape)))
-    makers = with_peers(_sync_ours, _sync_torch if device.type == "cuda" else _local, device, compile=False)
-    return prepare(makers, arguments, gradient, direction, expected)
+    wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    output = _local(*wide)
+    expected = [Expected(output.detach(), dtype)]
+    if direction == "bwd":
+        exact = torch.autograd.grad(output, wide, gradient.double())
+        terms = (1, x.numel() // channels, x.numel() // channels)
+        expected = [Expected(g, leaf.dtype, count) for g, leaf, count in zip(exact, leaves, terms, strict=True)]
+    peer = _sync_torch if device.type == "cuda" else _local
+    makers: dict[str, Maker] = {OURS: lambda: _sync_ours, "torch": lambda: peer}
+    given = (arguments, leaves, gradient, direction)
+    return Prepared({name: functools.partial(call, maker, *given) for name, maker in makers.items()}, expected)
 
 
 def sync_batch_norm_cases(device: torch.device, quick: bool) -> Sequence[Case]:
@@ -77,14 +79,17 @@ def sync_batch_norm_cases(device: torch.device, quick: bool) -> Sequence[Case]:
         return []
     on_gpu = device.type == "cuda"
     shapes = SYNC_SHAPES if on_gpu else CPU_SHAPES
-    cases = []
-    for dtype in (torch.float16, torch.float32) if on_gpu else (torch.float32,):
-        for shape in shapes[:1] if quick else shapes:
-            moved = {way: tensors * math.prod(shape) * dtype.itemsize for way, tensors in (("fwd", 2), ("bwd", 3))}
-            for layout in LAYOUTS:
-                name = f"sync_batch_norm {long_name(dtype)} {layout} {times(shape)}"
-                cases += passes(name, moved, _sync_batch_norm, dtype, shape, layout)
-    return cases
+    return [
+        Case(
+            f"sync_batch_norm {long_name(dtype)} {layout} {times(shape)} {direction}",
+            tensors * math.prod(shape) * dtype.itemsize,
+            functools.partial(_sync_batch_norm, dtype, shape, layout, direction),
+        )
+        for dtype in ((torch.float16, torch.float32) if on_gpu else (torch.float32,))
+        for shape in (shapes[:1] if quick else shapes)
+        for layout in LAYOUTS
+        for direction, tensors in MOVED.items()
+    ]
 
 
 register(

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ...ops._examples import Make
 from ...ops._tolerance import tensor_core_error
 from ...ops.dense import wgrad_gemm_accum
-from ..directions import SHORT, Random
+from ..directions import SHORT
 from ..registry import OURS, Call, Case, Expected, Family, Prepared, register
 
 # rows, input features, output features
@@ -21,8 +22,8 @@ GPU, CPU = (torch.bfloat16, 8192, 4096, 4096), (torch.float32, 512, 512, 512)
 
 
 def _prepare(dtype: torch.dtype, rows: int, ins: int, outs: int, device: torch.device) -> Prepared:
-    random = Random(device)
-    x, dy = (random.normal(rows, width, dtype=dtype) for width in (ins, outs))
+    make = Make(dtype, device)
+    x, dy = (make.normal(rows, width, grad=False) for width in (ins, outs))
     total = torch.zeros(outs, ins, device=device)
 
     def ours() -> tuple[Tensor]:

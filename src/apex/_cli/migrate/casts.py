@@ -121,7 +121,7 @@ class Casts:
         holder = code.parent(code.block(function))
         if isinstance(holder, cst.ClassDef) and function.name.value == "forward":
             self.classes.add(holder.name.value)
-        self._edits.expressions[decorator] = _removed
+        self._edits.expressions[decorator] = lambda decorator: cst.RemoveFromParent()
         self.covered.add(function)
         return "True"
 
@@ -129,7 +129,3 @@ class Casts:
 def _parameters(use: Use) -> list[str]:
     """Return the parameters of an autocast; torch.cuda.amp's has no device type."""
     return ["enabled", "dtype", "cache_enabled"] if use.name.startswith(PACKAGES[1:]) else AUTOCAST
-
-
-def _removed(updated: Node) -> Node:
-    return cst.RemoveFromParent()

@@ -42,14 +42,6 @@ class Replay:
         gradients = self.call.gradients(self._outputs)
         return torch.autograd.grad(self._outputs, self.call.leaves, gradients, retain_graph=True)
 
-    def results(self) -> list[Tensor]:
-        """Return outputs and gradients."""
-        return self.call.results()
-
-    def worst_excess(self, results: list[Tensor]) -> float:
-        """Return the largest error of results as a multiple of its tolerance; above 1 is wrong."""
-        return self.call.worst_excess(results)
-
 
 def replay_of(question: Question, device: torch.device) -> Replay | None:
     """Return the call of an example that asks `question`, or None if no example does."""

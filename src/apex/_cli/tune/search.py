@@ -135,12 +135,12 @@ class Search:
         replay: Any = self.replay
         try:
             with self.trying(changes):
-                results, again = replay.results(), replay.results()
-            error = replay.worst_excess(results)
+                results, again = replay.call.results(), replay.call.results()
+            error = replay.call.worst_excess(results)
             # Random numbers may cancel further than the tolerance allows for; then not further than the rule's launch.
             if error > 1:
                 with self.trying({}):
-                    error /= max(1.0, replay.worst_excess(replay.results()))
+                    error /= max(1.0, replay.call.worst_excess(replay.call.results()))
         except Exception as failure:  # the check needs more memory than the call
             return f"cannot be checked: {_described(failure)}"
         if not all(map(torch.equal, results, again)):

@@ -15,14 +15,6 @@ from torch.utils.checkpoint import checkpoint
 from ...transformer.pipeline_parallel._cut import CutSequential
 from ...transformer.tensor_parallel.random import get_cuda_rng_tracker
 
-__all__ = [
-    "GradientCheckpointConfig",
-    "PipelineGradientCheckpointConfig",
-    "check_config",
-    "checkpoint_layers",
-    "chosen_layers",
-]
-
 
 @dataclass
 class GradientCheckpointConfig:

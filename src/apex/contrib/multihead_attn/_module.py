@@ -49,7 +49,10 @@ class MultiheadAttnBase(nn.Module):
             self.register_parameter(name, Parameter(torch.empty(self.embed_dim)) if has_parameters else None)
         self.lyr_nrm = FusedLayerNorm(self.embed_dim) if self.include_norm_add and not has_parameters else None
 
-    def _reset_norm(self) -> None:
+    def _reset_biases_and_norm(self) -> None:
+        for name, parameter in self.named_parameters(recurse=False):
+            if "_bias" in name:
+                nn.init.zeros_(parameter)
         if self.lyr_nrm is not None:
             self.lyr_nrm.reset_parameters()
         elif self.include_norm_add:

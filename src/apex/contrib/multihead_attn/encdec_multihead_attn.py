@@ -51,11 +51,7 @@ class EncdecMultiheadAttn(MultiheadAttnBase):
         # sqrt(6 / (1 + 1)) is sqrt(1.5) times sqrt(6 / (2 + 1))
         nn.init.xavier_uniform_(self.in_proj_weight_kv, gain=math.sqrt(1.5))
         nn.init.xavier_uniform_(self.out_proj_weight)
-        if self.bias:
-            for name, parameter in self.named_parameters(recurse=False):
-                if "bias" in name:
-                    nn.init.zeros_(parameter)
-        self._reset_norm()
+        self._reset_biases_and_norm()
 
     def forward(
         self,

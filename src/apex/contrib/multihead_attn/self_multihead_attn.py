@@ -69,11 +69,7 @@ class SelfMultiheadAttn(MultiheadAttnBase):
             # sqrt(6 / (1 + 1)) is sqrt(2) times sqrt(6 / (3 + 1))
             nn.init.xavier_uniform_(self.in_proj_weight, gain=math.sqrt(2))
         nn.init.xavier_uniform_(self.out_proj_weight)
-        if self.bias:
-            for name, parameter in self.named_parameters(recurse=False):
-                if name.endswith("_bias"):
-                    nn.init.zeros_(parameter)
-        self._reset_norm()
+        self._reset_biases_and_norm()
 
     def _input_parameters(self) -> tuple[Tensor, Tensor | None]:
         """Return the weight [heads * 3 * head_dim, embed_dim] and the bias of the packed input projection."""

@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
-
+from ..._lazy import lazy_subpackages
 from .fp16_optimizer import FP16_Optimizer
 from .fused_adam import FusedAdam
 from .fused_lamb import FusedLAMB
@@ -30,10 +28,4 @@ _LATER = {
     "DistributedFusedMuon": "distributed_fused_muon",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name in _LATER:
-        return getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
-    if name in _LATER.values():
-        return importlib.import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__, __dir__ = lazy_subpackages(__name__, _LATER.values(), _LATER)

@@ -160,17 +160,6 @@ def _as_given(function: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def _differentiable_gradients(
-    wanted: Sequence[bool], function: Callable[..., Tensor], inputs: Sequence[Tensor | None], dy: Tensor
-) -> tuple[Tensor | None, ...]:
-    """Return gradients that can be differentiated again, for create_graph=True."""
-    # Aliases, so that each argument has its own gradient even if several are one tensor.
-    aliases = [tensor if tensor is None else tensor.view_as(tensor) for tensor in inputs]
-    chosen = [alias for alias, is_wanted in zip(aliases, wanted, strict=True) if is_wanted and alias is not None]
-    gradients = iter(torch.autograd.grad(function(*aliases), chosen, dy, create_graph=True))
-    return tuple(next(gradients) if is_wanted else None for is_wanted in wanted)
-
-
 class FusedDenseFunc(torch.autograd.Function):
     """Autograd node of a dense layer."""
 
@@ -228,7 +217,7 @@ class FusedDenseGeluDenseFunc(torch.autograd.Function):
         wanted, rest = ctx.needs_input_grad[:5], (None,) * (len(ctx.needs_input_grad) - 5)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             again = functools.partial(reference.dense_gelu_dense, activation=ctx.activation)
-            return *_differentiable_gradients(wanted, again, inputs, grad_output), *rest
+            return *_library.differentiable_gradients(again, inputs, grad_output, wanted), *rest
         input, weight1, _, weight2, _ = inputs
         dx, *gradients = dense_gelu_dense_backward(
             as_rows(grad_output), as_rows(input), hidden, None, weight1, weight2, wanted, ctx.activation
@@ -311,7 +300,7 @@ class MlpFunction(torch.autograd.Function):
             def again(input: Tensor, *rest: Tensor) -> Tensor:
                 return reference.mlp(input, rest[:layers], rest[layers:], activation)
 
-            return None, None, *_differentiable_gradients(wanted, again, args, grad_o)
+            return None, None, *_library.differentiable_gradients(again, args, grad_o, wanted)
         outputs = *hidden, output if output is None else as_rows(output)
         dx, *gradients = mlp_backward(as_rows(grad_o), as_rows(input), weights, outputs, activation, wanted)
         return None, None, None if dx is None else _shaped(dx, input), *gradients

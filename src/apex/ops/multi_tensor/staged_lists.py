@@ -18,13 +18,11 @@ from torch import Tensor
 from .._device import real_tensors
 from .._host_memory import HostMemory
 from . import config
-from .codecs import Encodings, has_scales
+from .codecs import GROUP, Encodings, has_scales
 from .rule import GRADIENT, Rule, Slots
 from .tables import INDICES, Layout, keep_if_captured, upload
 from .triton_lists import TritonLists
 
-# Elements that share a scale.
-_GROUP = 64
 # Bytes between the starts of two ranges in a piece.
 _ALIGNMENT = 512
 
@@ -160,7 +158,7 @@ class StagedLists(TritonLists):
         for tensor, size in enumerate(self.sizes if limit else ()):
             # Column, slot, bytes of the tensor, and how many of them belong to a block.
             parts = [
-                (column, slot, part, layout.block // (_GROUP if grouped else 1) * tensors[tensor].element_size())
+                (column, slot, part, layout.block // (GROUP if grouped else 1) * tensors[tensor].element_size())
                 for column, (slot, members, tensors, grouped) in enumerate(columns)
                 if (part := members[tensor]) is not None
             ]

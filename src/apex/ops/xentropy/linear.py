@@ -221,12 +221,12 @@ def _differentiable(
     z_factor: Tensor | None,
     spec: tuple[Sequence[float], str, Head],
     wanted: Sequence[bool],
-) -> list[Tensor | None]:
+) -> tuple[Tensor | None, ...]:
     """Return gradients that can be differentiated again, computed through the logits."""
     settings, _, head = spec
     names = rows.loss_statistics(settings[0], class_weight)
 
-    def loss(tensors: list) -> Tensor:
+    def loss(*tensors: Any) -> Tensor:
         table = statistics_of_logits(tensors, labels, class_weight, names, head)
         losses = _losses(table, names, labels, class_weight, settings, z_factor, given[1].shape[0], head.ignore_index)
         return losses.sum() if count is None else losses.sum() / count

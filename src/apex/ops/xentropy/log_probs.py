@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .. import _library
 from . import chunks, config, reference
 from .head import Head, TokenOutputs, check_head, localised, make_head, needed_statistics, token_outputs
 
@@ -80,7 +81,7 @@ class LinearRowsFunction(torch.autograd.Function):
         if not ctx.is_compiled and torch.is_grad_enabled():  # create_graph=True
             names = [name for name in ctx.names.split() if name != "top"]
 
-            def statistics(tensors: list) -> Tensor:
+            def statistics(*tensors: Any) -> Tensor:
                 return statistics_of_logits(tensors, labels, class_weight, names, head)
 
             return *differentiable_gradients(statistics, gradient, given, wanted, head), *[None] * 4
@@ -105,14 +106,9 @@ def statistics_of_logits(
 
 
 def differentiable_gradients(
-    function: Callable[[list], Tensor], gradient: Tensor, given: tuple, wanted: Sequence[bool], head: Head
-) -> list[Tensor | None]:
+    function: Callable[..., Tensor], gradient: Tensor, given: tuple, wanted: Sequence[bool], head: Head
+) -> tuple[Tensor | None, ...]:
     """Return gradients of `function` of input, weight and bias that can be differentiated again."""
     if head.group:
         raise RuntimeError("a linear head whose classes several ranks share has a first derivative only")
-    # Aliases: the input may have been computed from the weight, as in tied embeddings; that dependence is not this
-    # function's to differentiate.
-    tensors = [None if tensor is None else tensor.view_as(tensor) for tensor in given]
-    chosen: list[Any] = [tensor for tensor, want in zip(tensors, wanted, strict=True) if want]
-    found = iter(torch.autograd.grad(function(tensors), chosen, gradient, create_graph=True))
-    return [next(found) if want else None for want in wanted]
+    return _library.differentiable_gradients(function, given, gradient, wanted)
