@@ -168,7 +168,7 @@ class _StandIn:
 
 def _has_head(module: Any) -> bool:
     kinds = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
-    return type(module).__name__.endswith(kinds) and hasattr(module, "lm_head")
+    return type(module).__name__.endswith(kinds) and "lm_head" in module._modules  # a PeftModel has it as an attribute
 
 
 def _makes_loss(kind: Any) -> bool:
