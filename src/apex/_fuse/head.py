@@ -44,6 +44,8 @@ _NAMES = {
     *("logger", "warning", "warning_once", "warn", "warnings", "FutureWarning", "num_layers", "num_decoder_layers"),
     *("model_parallel", "cuda", "set_device", "first_device", "weight", "training", "_attn_implementation"),
     *("original_max_position_embeddings", "rope_scaling"),
+    # releases of transformers before 5: models of images
+    *("vision_feature_layer", "vision_feature_select_strategy"),
     # BART and its relatives
     *("shift_tokens_right", "pad_token_id", "decoder_start_token_id", _ADDED),
 }
