@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
@@ -91,3 +92,44 @@ def test_floor_counts_products_and_bytes(plain_models: Any) -> None:
     activations = 2 * 32 * (8 + 16 + 16 + 4 + 4 + 16 + 16)
     parameters = 8 * 16 + 16 * 4
     assert found["rest_ms"] == pytest.approx(activations + 2 * parameters + 26 * parameters)
+
+
+# The first words of the rows of docs/boost.md, and the rows of the record.
+PAGE_ROWS = {
+    "ViT-B/16": "vit_b16",
+    "BERT-base": "bert_base",
+    "GPT-2": "gpt2",
+    "Qwen3": "hf_qwen3",
+    "Llama 1.2B": "hf_llama_1b",
+    "T5-base": "hf_t5",
+    "Mixtral": "hf_mixtral",
+    "DINOv2-base": "hf_dinov2",
+    "ConvNeXt-T": "convnext_t",
+    "ResNet-50": "resnet50",
+    "U-Net": "unet",
+    "residual net": "resnet_basic",
+}
+
+
+@pytest.mark.parametrize("start", PAGE_ROWS)
+def test_page_has_the_figures_of_the_record(start: str) -> None:
+    row = json.loads((FOLDER / "results/nvidia_h200-plain-models.json").read_text())["rows"][PAGE_ROWS[start]]
+    lines = [
+        line for line in (FOLDER.parent / "docs/boost.md").read_text().splitlines() if line.startswith(f"| {start}")
+    ]
+    steps, first = ([cell.strip() for cell in line.split("|")[2:-1]] for line in lines)
+
+    def figure(column: str, key: str = "ms") -> str:
+        result = row.get(column, {})
+        found = "" if result.get(key) is None else f"{result[key]:.1f}"
+        return f"{found} ({result['MiB']})" if key == "ms" and result.get("MiB") is not None else found
+
+    columns = ("compile", "reduce-overhead", "apex.boost")
+    peers, ours = [row[name] for name in columns[:2] if "ms" in row.get(name, {})], row["apex.boost"]
+    ratio = f"{ours['ms'] / min(peer['ms'] for peer in peers):.2f}"
+    if ours["MiB"] is not None:
+        ratio += f" ({ours['MiB'] / min(peer['MiB'] for peer in peers):.2f})"
+    failed = ["fails" if "error" in row.get(name, {}) else figure(name) for name in columns]
+    assert steps == [*failed, ratio, f"{row['floor']['ms']:.1f}"]
+    seconds = [figure(name, "first_step_s") for name in columns]
+    assert first == [*seconds, figure("apex.boost", "first_s")]

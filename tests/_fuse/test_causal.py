@@ -22,6 +22,7 @@ import apex
 try:
     import transformers
 
+    from .families import FAMILIES as CONFIGURATIONS
     from .test_language import MODELS, batch, make
 except (ImportError, pytest.skip.Exception):
     transformers, MODELS = None, {}
@@ -136,6 +137,37 @@ def test_other_masks_stay(name: str, changes: dict[str, Any], inputs: dict[str, 
         assert_same_bits(results(model, **batch(), **inputs), results(plain, **batch(), **inputs))
     if inputs or "sliding_window" in changes:  # old releases do not know is_causal
         assert not torch.allclose(results(model, **batch(), **inputs)[0], results(make(name), **batch())[0])
+
+
+_LINEAR = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8)
+
+
+@needs_transformers
+@pytest.mark.parametrize("capturing", [False, True])
+@pytest.mark.parametrize(
+    ("name", "changes", "has_mask"),
+    [
+        ("llama4_text", {"attention_chunk_size": 4, "no_rope_layers": [1, 0]}, {True, False}),
+        ("llama4_text", {"attention_chunk_size": 64, "no_rope_layers": [1, 0]}, {False}),
+        ("qwen3_next", {"layer_types": ["linear_attention", "full_attention"], **_LINEAR}, {False}),
+    ],
+    ids=["short chunks", "long chunks", "linear attention"],
+)
+def test_layers_of_other_kinds(name: str, changes: dict[str, Any], has_mask: set[bool], capturing: bool) -> None:
+    family = CONFIGURATIONS[name]
+    if int(transformers.__version__.split(".")[0]) < 5:
+        pytest.skip("the configurations are of transformers 5")
+    torch.manual_seed(0)
+    config = getattr(transformers, family.config)(**{**family.options, **changes})
+    model: Any = getattr(transformers, family.model)(config).train()
+    plain = copy.deepcopy(model)
+    report = apex.fuse(model, choose=lambda name, _: name == "model", verbose=False)
+    assert [row.rule for row in report if not row.reason] == ["causal attention without a mask"]
+    wanted = results(plain, **batch(), use_cache=True)
+    with recorded_masks(capturing) as calls:
+        found = results(model, **batch(), use_cache=False)
+    assert {is_masked for is_masked, _ in calls} == has_mask
+    assert_same_bits(found, wanted)
 
 
 @needs_transformers

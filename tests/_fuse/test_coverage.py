@@ -65,3 +65,34 @@ def test_a_family(name: str) -> None:
         assert float((found - wanted).norm()) <= 2e-5 * float(wanted.norm()) + 1e-6 * largest
     apex.unfuse(model)
     assert [type(m) for m in model.modules()] == [type(m) for m in plain.modules()]
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "llava"])
+def test_a_family_with_images(name: str) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    family = FAMILIES[name]
+    if int(transformers.__version__.split(".")[0]) < 5:
+        pytest.skip("the configurations are of transformers 5")
+    torch.manual_seed(0)
+    model: Any = getattr(transformers, family.model)(getattr(transformers, family.config)(**family.options)).train()
+    plain = copy.deepcopy(model)
+    apex.fuse(model, verbose=False)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 80, (1, 24), generator=generator)
+    inputs: dict[str, Any]
+    if name == "llava":
+        inputs = {"pixel_values": torch.randn(1, 3, 16, 16, generator=generator)}
+        ids[0, 3:19] = 90
+    else:
+        grid, patch = torch.tensor([[1, 4, 4]]), 3 * model.config.vision_config.temporal_patch_size * 4 * 4
+        inputs = {"pixel_values": torch.randn(16, patch, generator=generator), "image_grid_thw": grid}
+        ids[0, 2], ids[0, 3:7], ids[0, 7] = 92, 90, 93
+        inputs["mm_token_type_ids"] = (ids == 90).long()
+    results = []
+    for each in (model, plain):
+        loss = each(input_ids=ids, labels=ids, **inputs).loss
+        gradients = torch.autograd.grad(loss, [*each.parameters()], allow_unused=True)
+        results.append([loss.detach(), *(g for g in gradients if g is not None)])
+    largest = max(float(wanted.norm()) for wanted in results[1][1:])
+    for found, wanted in zip(*results, strict=True):
+        assert float((found - wanted).norm()) <= 2e-5 * float(wanted.norm()) + 1e-6 * largest

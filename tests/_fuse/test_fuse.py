@@ -17,7 +17,7 @@ from torch.nn.utils.parametrizations import weight_norm
 import apex
 from apex import amp
 from apex._fuse import Report, ReportRow, vision
-from apex._fuse.rule import compare, random_input
+from apex._fuse.rule import FusedModule, compare, random_input
 
 
 class RMSNorm(nn.Module):
@@ -336,6 +336,24 @@ def test_alike_modules_share_a_line_of_the_table() -> None:
     assert str(apex.fuse(nn.Linear(2, 2), verbose=False)) == (
         "nothing here has a fused counterpart that is not in its place already"
     )
+
+
+def test_the_forward_of_the_class_as_an_attribute_is_no_obstacle() -> None:
+    """Transformers 4.57 leaves it there when it has recorded hidden states."""
+    model, x = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)), torch.randn(2, 8)
+    expected = model(x)
+    model[0].forward = model[0].forward
+    apex.fuse(model, verbose=False)
+    assert isinstance(model[0], FusedModule)
+    torch.testing.assert_close(model(x), expected)
+    model[0].forward = model[0].forward
+    torch.testing.assert_close(model(x), expected)
+    apex.unfuse(model)
+    assert "forward" not in vars(model[0])
+    assert torch.equal(model(x), expected)
+    model[0].forward = lambda x: x
+    (row,) = apex.fuse(model, verbose=False)
+    assert "its forward was replaced in this instance" in row.reason
 
 
 def test_a_second_time_changes_nothing() -> None:

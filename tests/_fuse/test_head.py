@@ -67,6 +67,19 @@ class T5ForConditionalGeneration(Tiny):
         return {"loss": loss, "logits": logits}
 
 
+class BartForConditionalGeneration(Tiny):
+    """A buffer is added to the logits."""
+
+    def __init__(self, bias: bool = False) -> None:
+        super().__init__(bias)
+        self.register_buffer("final_logits_bias", torch.randn(1, 13))
+
+    def forward(self, input_ids: Tensor, labels: Any = None) -> Any:
+        logits = self.lm_head(self.model(input_ids))
+        logits = logits + self.final_logits_bias.to(logits.device)
+        return {"loss": CrossEntropyLoss()(logits.view(-1, 13), labels.view(-1)), "logits": logits}
+
+
 class OldForCausalLM(Tiny):
     """The logits are shifted in the forward."""
 
@@ -85,6 +98,14 @@ class OddForCausalLM(Tiny):
         return {"loss": self.loss_function(logits * logits, labels, self.vocab_size), "logits": logits}
 
 
+class ScaledBartForConditionalGeneration(BartForConditionalGeneration):
+    """A factor behind the sum is not recorded."""
+
+    def forward(self, input_ids: Tensor, labels: Any = None) -> Any:
+        logits = (self.lm_head(self.model(input_ids)) + self.final_logits_bias) * self.logit_scale
+        return {"loss": CrossEntropyLoss()(logits.view(-1, 13), labels.view(-1)), "logits": logits}
+
+
 class TanhForCausalLM(Tiny):
     def forward(self, input_ids: Tensor, labels: Any = None) -> Any:
         logits = torch.tanh(self.lm_head(self.model(input_ids)))
@@ -98,7 +119,7 @@ class HalfForCausalLM(Tiny):
 
 
 KINDS = [CohereForCausalLM, GraniteForCausalLM, Gemma2ForCausalLM, ScaledGemma2ForCausalLM]
-KINDS += [T5ForConditionalGeneration, OldForCausalLM]
+KINDS += [T5ForConditionalGeneration, BartForConditionalGeneration, OldForCausalLM]
 
 
 def results(model: Any) -> tuple[Any, list[Tensor]]:
@@ -124,7 +145,7 @@ def test_the_same_loss_without_logits(kind: Any, bias: bool, compiled: bool) -> 
     assert results(model.eval())[0]["logits"].shape == (2, 4, 13)
 
 
-@pytest.mark.parametrize("kind", [OddForCausalLM, TanhForCausalLM, HalfForCausalLM])
+@pytest.mark.parametrize("kind", [OddForCausalLM, TanhForCausalLM, HalfForCausalLM, ScaledBartForConditionalGeneration])
 def test_what_is_not_recorded_gets_its_logits(kind: Any) -> None:
     model = kind().double()
     plain = copy.deepcopy(model)

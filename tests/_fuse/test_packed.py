@@ -89,6 +89,23 @@ def test_attention_that_does_not_know_packed_batches_raises() -> None:
         model(**packed_batch())
 
 
+def test_attention_functions_are_called_with_a_mask_by_position_or_by_name() -> None:
+    """Decoders of transformers pass the mask by position, vision models by name."""
+
+    def add(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, scaling: float) -> Any:
+        return query + key + value, attention_mask, scaling
+
+    interface, x, mask = packed.PackedInterface({"sdpa": add}), torch.ones(1, 2, 3, 4), torch.ones(1, 1, 3, 3)
+    for given in (None, mask):
+        for output, found, scaling in (
+            interface["sdpa"](None, x, x, x, given, scaling=2.0),
+            interface["sdpa"](None, x, x, x, attention_mask=given, scaling=2.0),
+        ):
+            assert torch.equal(output, 3 * x)
+            assert found is given
+            assert scaling == 2.0
+
+
 def test_the_mask_of_edges() -> None:
     mask = packed._mask_of(torch.tensor([0, 2, 3]), 4)[0, 0]  # the last token is in no sequence
     expected = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]).bool()

@@ -10,7 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from . import attention, causal, experts, head, language, layers, norms, optimizers, rotation, vision
-from .rule import RULES, FusedModule, FusionRule, compare, copied_arguments, replace, restore, trial, unchanged_buffers
+from .rule import (
+    RULES,
+    FusedModule,
+    FusionRule,
+    compare,
+    copied_arguments,
+    has_own_forward,
+    replace,
+    restore,
+    trial,
+    unchanged_buffers,
+)
 
 __all__ = ["Report", "ReportRow", "fuse", "unfuse"]
 
@@ -161,7 +172,7 @@ def _fuse_module(name: str, module: Any, choose: Callable[[str, nn.Module], bool
 
 def _obstacle(module: Any, rule: FusionRule) -> str:
     """Return the reason why a module cannot be fused, "" if it can."""
-    if "forward" in vars(module):
+    if has_own_forward(module):
         return "its forward was replaced in this instance; fuse before that (before amp.initialize, say)"
     if hasattr(module, "parametrizations"):
         return "its parameters are parametrized"

@@ -19,6 +19,9 @@ from torch.nn import functional
 from ..contrib.xentropy import linear_cross_entropy
 from .rule import FusionRule, has_hooks, names_used, with_functions
 
+_LOSS = "CrossEntropyLoss"  # T5 makes one
+_ADDED = "final_logits_bias"  # a buffer of BART
+
 # Names that the forward of a language model may use: `_Logits` records every operation on logits among them.
 _NAMES = {
     # backbones and their outputs
@@ -41,9 +44,12 @@ _NAMES = {
     *("logger", "warning", "warning_once", "warn", "warnings", "FutureWarning", "num_layers", "num_decoder_layers"),
     *("model_parallel", "cuda", "set_device", "first_device", "weight", "training", "_attn_implementation"),
     *("original_max_position_embeddings", "rope_scaling"),
+    # releases of transformers before 5: models of images
+    *("vision_feature_layer", "vision_feature_select_strategy"),
+    # BART and its relatives
+    *("shift_tokens_right", "pad_token_id", "decoder_start_token_id", _ADDED),
 }
 _PATTERNS = re.compile(r"\w*CausalLMOutput(WithPast|WithCrossAttentions)|Seq2SeqLMOutput|\w+__HEAD_MASK_WARNING_MSG")
-_LOSS = "CrossEntropyLoss"  # T5 makes one
 
 
 class _UnsupportedError(TypeError):
@@ -51,14 +57,19 @@ class _UnsupportedError(TypeError):
 
 
 class _Logits:
-    """Logits that are not computed: scale * head(hidden), or cap * tanh(scale * head(hidden) / cap)."""
+    """Logits that are not computed: scale * head(hidden), or cap * tanh(scale * head(hidden) / cap).
+
+    `added` is a buffer of the model, one value per class, that is added to head(hidden), as BART has it.
+    """
+
+    added: Tensor | None = None
 
     def __init__(self, hidden: Tensor, head: nn.Linear, scale: float = 1.0, is_tanh: bool = False, cap: float = 0.0):
         self.hidden, self.head, self.scale, self.is_tanh, self.cap = hidden, head, scale, is_tanh, cap
         self.device, self.dtype, self.shape = hidden.device, hidden.dtype, (*hidden.shape[:-1], head.out_features)
 
     def __mul__(self, factor: float) -> _Logits:
-        if self.cap or not isinstance(factor, (int, float)):
+        if self.cap or self.added is not None or not isinstance(factor, (int, float)):
             raise _UnsupportedError("a factor that is a tensor, or after a soft cap")
         if self.is_tanh:
             return _Logits(self.hidden, self.head, self.scale * factor, True, factor)
@@ -71,20 +82,29 @@ class _Logits:
 
     @classmethod
     def __torch_function__(cls, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> _Logits:
-        (logits,) = args
-        if function is not torch.tanh or logits.is_tanh:
+        if function is not torch.tanh or args[0].is_tanh or args[0].added is not None:
             raise _UnsupportedError(str(function))
+        logits = args[0]
         return _Logits(logits.hidden, logits.head, logits.scale, True)
 
     def _refuse(self, *operands: Any) -> _Logits:
         raise _UnsupportedError("another operator")
 
-    __add__ = __radd__ = __sub__ = __rsub__ = __neg__ = __pow__ = __matmul__ = __rtruediv__ = _refuse
+    def __add__(self, other: Any) -> _Logits:
+        if not isinstance(other, _Buffer) or self.scale != 1.0 or self.is_tanh or self.added is not None:
+            raise _UnsupportedError("another sum than with the model's buffer")
+        logits = _Logits(self.hidden, self.head)
+        logits.added = other.tensor.reshape(-1)
+        return logits
+
+    __radd__ = __sub__ = __rsub__ = __neg__ = __pow__ = __matmul__ = __rtruediv__ = _refuse
 
     def __getitem__(self, index: Any) -> _Logits:
         if not isinstance(index, tuple) or index[0] is not Ellipsis or index[-1] != slice(None):
             raise _UnsupportedError("a part of the classes")
-        return _Logits(self.hidden[index], self.head, self.scale, self.is_tanh, self.cap)
+        logits = _Logits(self.hidden[index], self.head, self.scale, self.is_tanh, self.cap)
+        logits.added = self.added
+        return logits
 
     def __getattr__(self, name: str) -> Any:
         raise _UnsupportedError(name)
@@ -111,7 +131,21 @@ class _Logits:
         target = target.to(self.device).reshape(self.hidden.shape[:-1])
         scales = {"logit_scale": float(self.scale), "softcap": float(self.cap) or None}
         options: dict[str, Any] = {"ignore_index": ignore_index, "reduction": reduction, **scales}
-        return linear_cross_entropy(self.hidden, self.head.weight, target, self.head.bias, **options)
+        bias: Any = self.head.bias
+        if self.added is not None:
+            added = self.added.to(self.head.weight.dtype)
+            bias = added if bias is None else bias + added
+        return linear_cross_entropy(self.hidden, self.head.weight, target, bias, **options)
+
+
+class _Buffer:
+    """A replacement of the buffer that is added to the logits. Dynamo does not call `_Logits.__add__` with tensors."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def to(self, device: Any) -> _Buffer:
+        return self
 
 
 class _Head:
@@ -142,6 +176,8 @@ class _StandIn:
     def __init__(self, model: Any) -> None:
         self.owner, self.takes_shifted = model, model.fused_settings
         self.lm_head = _Head(model._modules["lm_head"])
+        if _ADDED in model._buffers:
+            self.final_logits_bias = _Buffer(model._buffers[_ADDED])
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.owner, name)
@@ -168,7 +204,7 @@ class _StandIn:
 
 def _has_head(module: Any) -> bool:
     kinds = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
-    return type(module).__name__.endswith(kinds) and hasattr(module, "lm_head")
+    return type(module).__name__.endswith(kinds) and "lm_head" in module._modules  # a PeftModel has it as an attribute
 
 
 def _makes_loss(kind: Any) -> bool:

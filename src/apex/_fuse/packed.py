@@ -55,11 +55,21 @@ class PackedInterface:
 
 
 def attend(
-    function: Any, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *args: Any, **options: Any
+    function: Any,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any = None,
+    *args: Any,
+    **options: Any,
 ) -> Any:
-    """Call an attention function of transformers, or attend within packed sequences if the mask marks them."""
-    if mask is None or mask.shape != _SHAPE or options.get(EDGES[0]) is None:
-        return function(module, query, key, value, mask, *args, **options)
+    """Call an attention function of transformers, or attend within packed sequences if the mask marks them.
+
+    The parameters have the names of transformers' functions, because vision models pass the mask by name.
+    """
+    if attention_mask is None or attention_mask.shape != _SHAPE or options.get(EDGES[0]) is None:
+        return function(module, query, key, value, attention_mask, *args, **options)
     edges, key_edges, longest, longest_key = (options[name] for name in EDGES)
     if args or options.get("is_causal") is False or not _takes_flash(query, value):
         return function(module, query, key, value, _mask_of(edges, query.shape[2]), *args, **options)

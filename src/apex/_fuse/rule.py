@@ -102,6 +102,7 @@ def _make_empty(original: type, name: str) -> Any:
 def replace(module: Any, rule: FusionRule) -> None:
     """Give a module the fused class of a rule."""
     settings, original = rule.settings(module), module.__class__
+    module.__dict__.pop("forward", None)  # it is the class's own, or there would be an obstacle
     module.__class__ = fused_class(original, rule)
     if settings is not None:
         module.fused_settings = settings
@@ -110,6 +111,8 @@ def replace(module: Any, rule: FusionRule) -> None:
 def restore(module: Any) -> None:
     """Give a fused module its original class."""
     module.__dict__.pop("fused_settings", None)
+    if not has_own_forward(module):
+        module.__dict__.pop("forward", None)
     module.__class__ = module.fused_from
 
 
@@ -174,7 +177,20 @@ def names_reached(kind: type) -> set[str]:
 def has_hooks(module: nn.Module) -> bool:
     """Return whether a module must really be called, because it has hooks or a replaced forward."""
     hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    return any(map(len, hooks)) or "forward" in module.__dict__
+    return any(map(len, hooks)) or has_own_forward(module)
+
+
+def has_own_forward(module: Any) -> bool:
+    """Return whether the forward of a module was replaced in this instance.
+
+    False if the instance has its class's forward as an attribute. Transformers 4.53 to 4.57 leaves it there after a
+    call with `output_hidden_states=True`, for which it wraps the forward of layers.
+    """
+    if "forward" not in module.__dict__:
+        return False
+    own = module.__dict__["forward"]
+    kind: Any = type(module)
+    return getattr(own, "__self__", None) is not module or getattr(own, "__func__", None) is not kind.forward
 
 
 def inherits(module: Any, *kinds: Any) -> bool:
