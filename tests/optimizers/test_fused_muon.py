@@ -76,6 +76,27 @@ def test_float64_reference(nesterov: bool, adjust: str | None, method: str) -> N
         torch.testing.assert_close(param.detach(), other, rtol=1e-7, atol=1e-7)
 
 
+INTERVALS: list[tuple[Any, int, float, float]] = [
+    ((3.4445, -4.7750, 2.0315), 5, 0.68, 1.14),
+    ("you", 5, 0.977, 1.032),
+    ("polar_express", 5, 0.846, 1.124),
+    ([(3.4445, -4.7750, 2.0315)] * 8 + [(2.0, -1.5, 0.5)], 10, 0.999, 1.001),
+]
+
+
+@pytest.mark.parametrize(("coefficients", "steps", "low", "high"), INTERVALS, ids=str)
+def test_singular_values_of_an_update(coefficients: Any, steps: int, low: float, high: float) -> None:
+    """Of a gradient whose own are 0.012 to 0.64 of its norm."""
+    left, right = (torch.linalg.qr(param.detach()).Q for param in make([(16, 16), (16, 16)]))
+    param = nn.Parameter(torch.zeros(16, 16, dtype=torch.float64))
+    values = torch.logspace(-1.7, 0, 16, dtype=torch.float64)
+    values = values / values.norm()
+    param.grad = left @ (values[:, None] * right)
+    FusedMuon([param], lr=1.0, weight_decay=0.0, ns_coefficients=coefficients, ns_steps=steps, **EXACT).step()
+    found = torch.linalg.svdvals(param.detach())
+    assert low <= float(found.min()) <= float(found.max()) <= high
+
+
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon came with PyTorch 2.9")
 @pytest.mark.parametrize("adjust", [None, "match_rms_adamw"])
 def test_as_torch(adjust: str | None) -> None:
@@ -386,6 +407,7 @@ def test_batches_stay_within_the_workspace(monkeypatch: pytest.MonkeyPatch) -> N
         ({"momentum": 1.0}, "momentum"),
         ({"ns_steps": 100}, "ns_steps"),
         ({"ns_coefficients": (1.0, 2.0)}, "ns_coefficients"),
+        ({"ns_coefficients": "yuo"}, "ns_coefficients='yuo' .* 'you' or 'polar_express'"),
         ({"adjust_lr_fn": "mine"}, "adjust_lr_fn"),
         ({"ns_method": "fast"}, "ns_method"),
         ({"ns_method": "gram", "ns_dtype": torch.bfloat16}, "ns_dtype=torch.float16"),

@@ -37,8 +37,8 @@ class FusedMuon(EncodingOptimizer):
 
     The first nine arguments are `torch.optim.Muon`'s, and give the same numbers:
 
-    - `ns_coefficients`: one triple (a, b, c) for all `ns_steps` of the Newton-Schulz iteration, or a list of triples,
-      whose last one is repeated;
+    - `ns_coefficients`: one triple (a, b, c) for all `ns_steps` of the Newton-Schulz iteration, a list of triples,
+      whose last one is repeated, or "you" or "polar_express" for published lists of five;
     - `adjust_lr_fn`: the factor of the learning rate for a matrix of A x B; None and "original" are
       sqrt(max(1, A / B)), "match_rms_adamw" is 0.2 sqrt(max(A, B)) and keeps AdamW's learning rate and weight decay,
       "spectral_unclamped" is sqrt(A / B);
@@ -77,7 +77,7 @@ class FusedMuon(EncodingOptimizer):
         weight_decay: float = 0.1,
         momentum: float = 0.95,
         nesterov: bool = True,
-        ns_coefficients: Sequence[Any] = (3.4445, -4.7750, 2.0315),
+        ns_coefficients: str | Sequence[Any] = (3.4445, -4.7750, 2.0315),
         eps: float = 1e-7,
         ns_steps: int = 5,
         adjust_lr_fn: str | None = None,

@@ -64,7 +64,7 @@ class DistributedFusedMuon(DistributedFusedAdam):
         weight_decay: float = 0.1,
         momentum: float = 0.95,
         nesterov: bool = True,
-        ns_coefficients: Sequence[Any] = (3.4445, -4.7750, 2.0315),
+        ns_coefficients: str | Sequence[Any] = (3.4445, -4.7750, 2.0315),
         eps: float = 1e-7,
         ns_steps: int = 5,
         adjust_lr_fn: str | None = None,
