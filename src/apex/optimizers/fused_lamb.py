@@ -130,9 +130,9 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         super().add_param_group(param_group)
         self._move_numbers(self.param_groups[-1])
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def _load(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class or of `FusedLAMB`."""
-        super().load_state_dict(state_dict)
+        super()._load(state_dict)
         for group in self.param_groups:
             self._move_numbers(group)
 

@@ -105,7 +105,7 @@ class FusedMuon(EncodingOptimizer):
         for group in divided_group(param_group, self.defaults, self.param_groups):
             super().add_param_group(group)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def _load(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class or of `torch.optim.Muon`, whose groups lack the options of this class."""
         if isinstance(state_dict, Mapping) and len(state_dict.get("param_groups", ())) == len(self.param_groups):
             groups = [
@@ -115,7 +115,7 @@ class FusedMuon(EncodingOptimizer):
                 for own, saved in zip(self.param_groups, state_dict["param_groups"], strict=True)
             ]
             state_dict = {**state_dict, "param_groups": groups}
-        super().load_state_dict(state_dict)
+        super()._load(state_dict)
 
     def _state_names(self, group: dict[str, Any]) -> Sequence[str]:
         algorithm = group["algorithm"]

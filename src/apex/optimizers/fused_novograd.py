@@ -114,12 +114,12 @@ class FusedNovoGrad(FusedOptimizer):
             saved_group[NORM] = [norms.sqrt() for norms in joined] if group["norm_type"] == 2 else joined
         return saved
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def _load(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class or of the original."""
         check_saved(self, state_dict)
         norms = [group.get(NORM) for group in state_dict["param_groups"]]
         self._check_norms(state_dict, norms)
-        super().load_state_dict(state_dict)
+        super()._load(state_dict)
         for group, lists in zip(self.param_groups, norms, strict=True):
             group.pop(NORM, None)
             places = [0, 0]

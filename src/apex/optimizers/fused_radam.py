@@ -119,9 +119,9 @@ class FusedNAdam(FusedOptimizer):
                     saved["state"][key] = {**saved["state"][key], "mu_product": product.clone()}
         return saved
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def _load(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class or of `torch.optim.NAdam`."""
-        super().load_state_dict(state_dict)
+        super()._load(state_dict)
         for group in self.param_groups:
             products = [self.state[param].pop("mu_product", None) for param in group["params"] if param in self.state]
             known = [float(product) for product in products if product is not None]
