@@ -213,6 +213,9 @@ class FusedOptimizer(torch.optim.Optimizer):
     @torch._disable_dynamo  # torch.compiler.disable would import the compiler here: 1.8 s
     @torch.no_grad()
     def _step(self, scaling: LossScaling) -> None:
+        for group in self.param_groups:
+            if group.get("maximize"):  # set after the group was made
+                check_group(self, group)
         scaling = self._with_recent_scale(scaling)
         self._check_capture()
         if len(self.state) != len(self._states) or not all(map(operator.is_, self.state.values(), self._states)):

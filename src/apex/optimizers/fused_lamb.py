@@ -64,11 +64,16 @@ class FusedLAMB(FusedOptimizer):
 
     multi_tensor_l2norm = compiled_function("multi_tensor_l2norm")
 
+    @property
+    def max_grad_norm(self) -> float | None:
+        """Return the largest norm of all gradients together, which a group cannot have of its own."""
+        return self.defaults["max_grad_norm"]
+
     def _state_names(self, group: dict[str, Any]) -> Sequence[str]:
         return ("exp_avg", "exp_avg_sq")
 
     def _before_update(self, scaling: LossScaling) -> None:
-        limit = self.defaults["max_grad_norm"]
+        limit = self.max_grad_norm
         self._clipping = clipped_together([bucket for _, bucket in self._ready], scaling, limit) if limit else None
 
     def _update(self, group: Group, bucket: UpdateBucket, step: Any, scaling: LossScaling, seed: int | None) -> None:

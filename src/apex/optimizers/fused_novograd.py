@@ -57,6 +57,7 @@ class FusedNovoGrad(FusedOptimizer):
             raise RuntimeError("FusedNovoGrad does not support the AMSGrad variant")
         defaults = dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay)
         defaults |= dict(grad_averaging=grad_averaging, norm_type=norm_type, init_zero=init_zero)
+        self.reg_inside_moment = bool(reg_inside_moment)
         self.moment_mode = 0 if reg_inside_moment else 1
         super().__init__(params, defaults, set_grad_none=set_grad_none, **options)
 

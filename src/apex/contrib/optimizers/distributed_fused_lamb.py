@@ -143,6 +143,11 @@ class DistributedFusedLAMB(ShardedOptimizer):
         self._share_params()
 
     @property
+    def max_grad_norm(self) -> float | None:
+        """Return the largest norm of all gradients together, which a group cannot have of its own."""
+        return self.defaults["max_grad_norm"]
+
+    @property
     def _trained(self) -> list[Tensor]:
         return [param for param in self.parameters() if param.requires_grad]
 
@@ -262,7 +267,7 @@ class DistributedFusedLAMB(ShardedOptimizer):
         if self._clip_after_ar:
             reducer.complete()
         else:
-            limit = self.defaults["max_grad_norm"]
+            limit: float | Tensor | None = self.max_grad_norm
             if limit and loss_scale is not None:
                 limit = limit * loss_scale
             reducer.complete_clipped(limit or None, fused_norm=self._fused_norm, fused_scale=self._fuse_scale)
@@ -320,7 +325,7 @@ class DistributedFusedLAMB(ShardedOptimizer):
 
     def _factor(self, loss_scale: float | Tensor | None) -> Tensor | None:
         """Return the factor of the mean that removes the loss scale and clips to `max_grad_norm`: float32 [1]."""
-        limit = self.defaults["max_grad_norm"] if self._clip_after_ar else None
+        limit = self.max_grad_norm if self._clip_after_ar else None
         if not limit and loss_scale is None:
             return None
         norm = self.L2_grad_norm
