@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 import sys
 from typing import Any
 
@@ -442,6 +443,55 @@ def test_a_refused_group_leaves_the_groups_as_they_were(of: str) -> None:
     with pytest.raises(ValueError, match="group already" if of == "another group" else "leaf"):
         optimizer.add_param_group({"params": [*make(((3, 3),)), added]})  # its matrix alone would be accepted
     assert [len(group["params"]) for group in optimizer.param_groups] == [1, 1]
+
+
+def test_matrices_with_gaps_are_refused_before_a_step() -> None:
+    matrix, vector = nn.Parameter(torch.ones(8, 6)[::2]), nn.Parameter(torch.ones(3))
+    with pytest.raises(ValueError, match=r"shape \[4, 6\] has strides \(12, 1\), .* make it contiguous"):
+        FusedMuon([vector, matrix])
+    FusedMuon([{"params": [matrix], "algorithm": "adamw"}])
+
+
+CHANGED: list[dict[str, Any]] = [
+    {"adjust_lr_fn": "match_rms_adamw"},
+    {"num_heads": 4},
+    {"split_sizes": (8, 4, 12)},
+    {"beta2": 0.9},
+    {"ns_dtype": torch.float32},
+    {"momentum": 0.5, "ns_steps": 2},
+]
+
+
+@pytest.mark.parametrize("change", CHANGED, ids=str)
+def test_options_that_change_between_steps(change: dict[str, Any]) -> None:
+    """They act at once, as in an optimizer that is made with them and goes on from the same state."""
+    shapes = ((24, 40), (24, 6))
+    params, expected = make(shapes), make(shapes)
+    optimizer, first = (FusedMuon(each, 0.1, **EXACT) for each in (params, expected))
+    train(optimizer, params, 2)
+    train(first, expected, 2)
+    second = FusedMuon(expected, 0.1, **EXACT)
+    saved = first.state_dict()
+    saved["param_groups"][0].update(change)
+    second.load_state_dict(saved)
+    train(second, expected, 2, first=2)
+    optimizer.param_groups[0].update(change)
+    train(optimizer, params, 2, first=2)
+    for param, other in zip(params, expected, strict=True):
+        assert torch.equal(param, other)
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_schedulers_cycle_the_momentum_of_matrices(copied: bool) -> None:
+    optimizer: FusedMuon = FusedMuon(make(((4, 4), (3,))), betas=(0.8, 0.9))
+    if copied:
+        optimizer = pickle.loads(pickle.dumps(optimizer))
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=4, pct_start=0.5)
+    optimizer.step()
+    scheduler.step()
+    assert all(group["momentum"] < 0.95 for group in optimizer.param_groups)
+    optimizer.add_param_group({"params": make(((5, 5),))})
+    assert [group["betas"] for group in optimizer.param_groups] == [(0.8, 0.9)] * 3
 
 
 def test_groups_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:

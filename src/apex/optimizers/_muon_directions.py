@@ -120,6 +120,12 @@ def workspace(memory: dict[Any, Tensor], elements: int, dtype: torch.dtype, devi
     return kept[:elements]
 
 
+def options_of_directions(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the options of a group that `Directions` are made with: other values need new ones."""
+    names = ("num_heads", "split_sizes", "flatten", "adjust_lr_fn", "ns_method", "ns_dtype")
+    return (*(group[name] for name in names), group["beta2"] is None)
+
+
 class WholeMatrices(NamedTuple):
     """Parameters that this process has whole, for `Directions` instead of a bucket, without NorMuon."""
 
@@ -143,6 +149,7 @@ class Directions:
         params = bucket.params
         if group["beta2"] is not None and bucket.shard_groups:
             raise NotImplementedError(f"beta2={group['beta2']} (NorMuon) does not take sharded parameters (DTensor)")
+        self.options = options_of_directions(group)
         blocks = [blocks_of(param.shape, group) for param in params]
         rates = [[factor_of(block.rows, block.columns, group["adjust_lr_fn"]) for block in parts] for parts in blocks]
         own, self._exchanges = divided(params, blocks, bucket.kind)
@@ -163,7 +170,7 @@ class Directions:
         factors = torch.tensor([[factor, 0.0] for factor in common], dtype=torch.float32, device=HOST)
         start = 0
         for (_, shape, stride), indices in by_shape.items():
-            in_memory = _blocks_in_memory(params[indices[0]], group)
+            in_memory = blocks_in_memory(params[indices[0]], group)
             stack = own_memory[start : start + math.prod(shape) * len(indices)].view(len(indices), math.prod(shape))
             start += stack.numel()
             for position, index in enumerate(indices):
@@ -325,7 +332,7 @@ def _with_even_rows(directions: Tensor, squares: Tensor, beta2: Any, noop: Tenso
     return wide.mul_(norm / torch.linalg.vector_norm(wide, dim=(2, 3), keepdim=True).clamp_(min=1e-30))
 
 
-def _blocks_in_memory(param: Tensor, group: dict[str, Any]) -> list[Block]:
+def blocks_in_memory(param: Tensor, group: dict[str, Any]) -> list[Block]:
     """Return a parameter's blocks as they lie in memory: transposed, if need be, which stays orthogonal."""
     blocks, param = blocks_of(param.shape, group), local(param)
     if param.is_contiguous():
