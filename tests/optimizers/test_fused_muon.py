@@ -445,6 +445,17 @@ def test_a_refused_group_leaves_the_groups_as_they_were(of: str) -> None:
     assert [len(group["params"]) for group in optimizer.param_groups] == [1, 1]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_steps_under_autocast(dtype: torch.dtype) -> None:
+    """Such as those of amp's O1, which turns autocast on for the whole thread."""
+    params, expected = make(dtype=torch.float32), make(dtype=torch.float32)
+    train(FusedMuon(expected), expected, 2)
+    with torch.autocast("cpu", dtype):
+        train(FusedMuon(params), params, 2)
+    for param, other in zip(params, expected, strict=True):
+        assert torch.equal(param, other)
+
+
 def test_matrices_with_gaps_are_refused_before_a_step() -> None:
     matrix, vector = nn.Parameter(torch.ones(8, 6)[::2]), nn.Parameter(torch.ones(3))
     with pytest.raises(ValueError, match=r"shape \[4, 6\] has strides \(12, 1\), .* make it contiguous"):
