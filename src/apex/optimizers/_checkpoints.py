@@ -20,7 +20,7 @@ from ..ops._host import HOST
 from ._buckets import MASTER, local
 from ._checks import HYPERPARAMETERS, check_step
 from ._foreign_formats import decoded_foreign
-from ._formats import saved_in_any_format
+from ._formats import check_codes, saved_in_any_format
 
 logger = logging.getLogger("apex.optimizers")
 
@@ -93,6 +93,7 @@ def _check_param_state(
         raise ValueError(f"{source} has {sorted(state)}, not {', '.join(missing)}: {name} cannot go on from it")
     if "step" in state:
         check_step(f"step in {source}", state["step"])
+    check_codes(optimizer, param, source, state, names)
     for key in (*names, MASTER):
         value = state.get(key)
         if key not in state or (value is None and key in optimizer._may_lack):
