@@ -111,6 +111,19 @@ _PROGRESS = ("step", "rounding_count", "mu_product", "lr_max", "weight_sum")
 _HOOKS = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
 
 
+def saved_with_hooks(optimizer: Any, save: Callable[[], Any]) -> Any:
+    """Return the state dict that `save` makes, after the hooks that users registered; for methods of their own."""
+    for hook in vars(optimizer)["_optimizer_state_dict_pre_hooks"].values():
+        hook(optimizer)
+    saved = save()
+    if saved is None:  # another process has it
+        return None
+    for hook in vars(optimizer)["_optimizer_state_dict_post_hooks"].values():
+        changed = hook(optimizer, saved)
+        saved = saved if changed is None else changed
+    return saved
+
+
 def load_with_hooks(optimizer: Any, state_dict: Any, load: Callable[[Any], None]) -> None:
     """Load by `load`, between the hooks that users registered.
 
