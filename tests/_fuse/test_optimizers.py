@@ -96,7 +96,7 @@ def test_a_training_continues_with_the_same_numbers(name: str) -> None:
 
 
 @pytest.mark.parametrize("is_saved", [False, True], ids=["", "resumed"])
-@pytest.mark.parametrize("name", ["AdamW", "Adam", "RAdam"])
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "NAdam", "RAdam"])
 def test_parameters_that_are_frozen_at_first_have_their_own_step_counts(name: str, is_saved: bool) -> None:
     make, options = OPTIMIZERS[name]
     results = []

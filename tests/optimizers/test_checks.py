@@ -179,6 +179,9 @@ def test_state_dicts_of_other_optimizers_are_refused(name: str) -> None:
             )
 
 
+DIVIDED = ("DistributedFusedAdam", "DistributedFusedLAMB", "DistributedFusedMuon")
+
+
 @pytest.mark.parametrize(
     "option",
     [
@@ -202,6 +205,46 @@ def test_options_without_effect_in_a_group_are_refused(option: dict[str, Any]) -
         optimizer.add_param_group({"params": [second], **option})
     assert len(optimizer.param_groups) == 1
     optimizers.FusedAdam([{"params": [first], "capturable": False, "maximize": False, "foreach": None}])  # PyTorch's
+
+
+def test_maximize_set_between_steps_is_refused() -> None:
+    param = torch.nn.Parameter(torch.ones(4))
+    param.grad = torch.ones(4)
+    optimizer = optimizers.FusedAdam([param])
+    optimizer.param_groups[0]["maximize"] = True
+    with pytest.raises(ValueError, match="maximize=True of a parameter group"):
+        optimizer.step()
+    assert torch.equal(param.detach(), torch.ones(4))
+    assert not optimizer.state
+
+
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        ("FusedAdam", {"adam_w_mode": False}),
+        ("FusedAdagrad", {"adagrad_w_mode": True}),
+        ("FusedLAMB", {"max_grad_norm": 0.5}),
+        ("FusedLAMB", {"use_nvlamb": True}),
+        ("FusedLARS", {"wd_after_momentum": True}),
+        ("FusedNovoGrad", {"reg_inside_moment": True}),
+        ("FusedSGD", {"wd_after_momentum": True}),
+        ("OffloadedOptimizer", {"where": "cpu"}),
+        *((name, {"maximize": True}) for name in DIVIDED),
+        *((name, {"state_format": "int8"}) for name in DIVIDED),
+        ("DistributedFusedAdam", {"adam_w_mode": False}),
+        ("DistributedFusedLAMB", {"max_grad_norm": 0.5}),
+    ],
+    ids=str,
+)
+def test_options_of_all_groups_are_refused_in_one(name: str, option: dict[str, Any]) -> None:
+    (key,) = option
+    kind = getattr(contrib if name in DIVIDED else optimizers, name)
+    params = [torch.nn.Parameter(torch.ones(4, 4))]
+    with pytest.raises(ValueError, match=f"{key}=.* of a parameter group"):
+        kind([{"params": params, **option}], lr=0.1)
+    optimizer = kind(params, lr=0.1)
+    same = {key: getattr(optimizer, key, False)}  # a group may repeat the optimizer's own
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(4, 4))], **same})
 
 
 def test_cautious_decay_needs_decoupled_decay() -> None:

@@ -83,6 +83,30 @@ def test_a_state_dict_from_before_the_first_step_starts_anew(name: str) -> None:
     assert_equal_bits(first, train(optimizer, range(3)))
 
 
+@pytest.mark.parametrize("name", [name for name in optimizers.__all__ if name != "FP16_Optimizer"])
+def test_hooks_of_loading(name: str) -> None:
+    """A hook before may replace the state dict by another one; a hook after sees the state as it stays."""
+    optimizer, twin = (getattr(optimizers, name)(parameters(dtype=torch.bfloat16), lr=0.1) for _ in range(2))
+    train(optimizer, range(2))
+    seen: list[torch.Tensor] = []
+
+    def halved(_: Any, found: dict[str, Any]) -> dict[str, Any]:
+        state = {
+            key: {name: value / 2 if name != "step" and value.dim() else value for name, value in values.items()}
+            for key, values in found["archive"]["state"].items()
+        }
+        return {**found["archive"], "state": state}
+
+    twin.register_load_state_dict_pre_hook(halved)
+    twin.register_load_state_dict_post_hook(lambda loaded: seen.extend(helpers.state_tensors(loaded)))
+    for _ in range(2):  # the hooks stay
+        seen.clear()
+        twin.load_state_dict({"archive": optimizer.state_dict()})
+        exact = [value / 2 if value.dim() else value for value in helpers.state_tensors(optimizer)]
+        assert_equal_bits(helpers.state_tensors(twin), exact)
+        assert_equal_bits(seen, exact)
+
+
 @pytest.mark.parametrize("name", ["FusedAdam", "FusedNAdam", "FusedScheduleFreeAdamW"])
 def test_counts_on_the_device_go_to_the_device_of_the_parameters(name: str) -> None:
     """A graph would repeat the step of the capture if a state dict from host memory left the counts there."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 import sys
 from typing import Any
 
@@ -74,6 +75,27 @@ def test_float64_reference(nesterov: bool, adjust: str | None, method: str) -> N
     for param, other in zip(params, expected, strict=True):
         # Factors of the learning rate are float32.
         torch.testing.assert_close(param.detach(), other, rtol=1e-7, atol=1e-7)
+
+
+INTERVALS: list[tuple[Any, int, float, float]] = [
+    ((3.4445, -4.7750, 2.0315), 5, 0.68, 1.14),
+    ("you", 5, 0.977, 1.032),
+    ("polar_express", 5, 0.846, 1.124),
+    ([(3.4445, -4.7750, 2.0315)] * 8 + [(2.0, -1.5, 0.5)], 10, 0.999, 1.001),
+]
+
+
+@pytest.mark.parametrize(("coefficients", "steps", "low", "high"), INTERVALS, ids=str)
+def test_singular_values_of_an_update(coefficients: Any, steps: int, low: float, high: float) -> None:
+    """Of a gradient whose own are 0.012 to 0.64 of its norm."""
+    left, right = (torch.linalg.qr(param.detach()).Q for param in make([(16, 16), (16, 16)]))
+    param = nn.Parameter(torch.zeros(16, 16, dtype=torch.float64))
+    values = torch.logspace(-1.7, 0, 16, dtype=torch.float64)
+    values = values / values.norm()
+    param.grad = left @ (values[:, None] * right)
+    FusedMuon([param], lr=1.0, weight_decay=0.0, ns_coefficients=coefficients, ns_steps=steps, **EXACT).step()
+    found = torch.linalg.svdvals(param.detach())
+    assert low <= float(found.min()) <= float(found.max()) <= high
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon came with PyTorch 2.9")
@@ -386,6 +408,7 @@ def test_batches_stay_within_the_workspace(monkeypatch: pytest.MonkeyPatch) -> N
         ({"momentum": 1.0}, "momentum"),
         ({"ns_steps": 100}, "ns_steps"),
         ({"ns_coefficients": (1.0, 2.0)}, "ns_coefficients"),
+        ({"ns_coefficients": "yuo"}, "ns_coefficients='yuo' .* 'you' or 'polar_express'"),
         ({"adjust_lr_fn": "mine"}, "adjust_lr_fn"),
         ({"ns_method": "fast"}, "ns_method"),
         ({"ns_method": "gram", "ns_dtype": torch.bfloat16}, "ns_dtype=torch.float16"),
@@ -420,6 +443,66 @@ def test_a_refused_group_leaves_the_groups_as_they_were(of: str) -> None:
     with pytest.raises(ValueError, match="group already" if of == "another group" else "leaf"):
         optimizer.add_param_group({"params": [*make(((3, 3),)), added]})  # its matrix alone would be accepted
     assert [len(group["params"]) for group in optimizer.param_groups] == [1, 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_steps_under_autocast(dtype: torch.dtype) -> None:
+    """Such as those of amp's O1, which turns autocast on for the whole thread."""
+    params, expected = make(dtype=torch.float32), make(dtype=torch.float32)
+    train(FusedMuon(expected), expected, 2)
+    with torch.autocast("cpu", dtype):
+        train(FusedMuon(params), params, 2)
+    for param, other in zip(params, expected, strict=True):
+        assert torch.equal(param, other)
+
+
+def test_matrices_with_gaps_are_refused_before_a_step() -> None:
+    matrix, vector = nn.Parameter(torch.ones(8, 6)[::2]), nn.Parameter(torch.ones(3))
+    with pytest.raises(ValueError, match=r"shape \[4, 6\] has strides \(12, 1\), .* make it contiguous"):
+        FusedMuon([vector, matrix])
+    FusedMuon([{"params": [matrix], "algorithm": "adamw"}])
+
+
+CHANGED: list[dict[str, Any]] = [
+    {"adjust_lr_fn": "match_rms_adamw"},
+    {"num_heads": 4},
+    {"split_sizes": (8, 4, 12)},
+    {"beta2": 0.9},
+    {"ns_dtype": torch.float32},
+    {"momentum": 0.5, "ns_steps": 2},
+]
+
+
+@pytest.mark.parametrize("change", CHANGED, ids=str)
+def test_options_that_change_between_steps(change: dict[str, Any]) -> None:
+    """They act at once, as in an optimizer that is made with them and goes on from the same state."""
+    shapes = ((24, 40), (24, 6))
+    params, expected = make(shapes), make(shapes)
+    optimizer, first = (FusedMuon(each, 0.1, **EXACT) for each in (params, expected))
+    train(optimizer, params, 2)
+    train(first, expected, 2)
+    second = FusedMuon(expected, 0.1, **EXACT)
+    saved = first.state_dict()
+    saved["param_groups"][0].update(change)
+    second.load_state_dict(saved)
+    train(second, expected, 2, first=2)
+    optimizer.param_groups[0].update(change)
+    train(optimizer, params, 2, first=2)
+    for param, other in zip(params, expected, strict=True):
+        assert torch.equal(param, other)
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_schedulers_cycle_the_momentum_of_matrices(copied: bool) -> None:
+    optimizer: FusedMuon = FusedMuon(make(((4, 4), (3,))), betas=(0.8, 0.9))
+    if copied:
+        optimizer = pickle.loads(pickle.dumps(optimizer))
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=4, pct_start=0.5)
+    optimizer.step()
+    scheduler.step()
+    assert all(group["momentum"] < 0.95 for group in optimizer.param_groups)
+    optimizer.add_param_group({"params": make(((5, 5),))})
+    assert [group["betas"] for group in optimizer.param_groups] == [(0.8, 0.9)] * 3
 
 
 def test_groups_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from apex.ops import implementation
-from apex.optimizers import NpuFusedAdam, NpuFusedAdamP, NpuFusedAdamW, NpuFusedBertAdam
+from apex.optimizers import FusedNAdam, FusedRAdam, NpuFusedAdam, NpuFusedAdamP, NpuFusedAdamW, NpuFusedBertAdam
 from tests.optimizers import helpers
 from tests.optimizers.helpers import exact_copy, parameters, relative_error, set_gradients, through_a_file
 from tests.optimizers.test_npu_adamp import AdamP
@@ -18,10 +18,25 @@ from tests.support.harness import Route, routes
 
 SHAPES = ((9,), (5,), (3,), (2,))
 SCHEDULE = {"t_total": 20, "warmup": 0.3}
+
+
+def counting(kind: type[Any]) -> helpers.Factory:
+    """Return a factory of an optimizer that counts by parameter only if it is asked to, as `apex.fuse` does."""
+
+    def make(params: Any) -> Any:
+        optimizer = kind(params, lr=0.01)
+        optimizer.counts_by_parameter = True
+        return optimizer
+
+    return make
+
+
 KINDS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "Adam": (lambda p: NpuFusedAdam(p, lr=0.01), lambda p: torch.optim.Adam(p, lr=0.01)),
     "AdamW": (lambda p: NpuFusedAdamW(p, lr=0.01), lambda p: torch.optim.AdamW(p, lr=0.01)),
     "AdamP": (lambda p: NpuFusedAdamP(p, lr=0.01), AdamP),
+    "NAdam": (counting(FusedNAdam), lambda p: torch.optim.NAdam(p, lr=0.01)),
+    "RAdam": (counting(FusedRAdam), lambda p: torch.optim.RAdam(p, lr=0.01)),
     "BertAdam": (lambda p: NpuFusedBertAdam(p, 0.01, **SCHEDULE), lambda p: BertAdam(p, **SCHEDULE)),
 }
 kinds = pytest.mark.parametrize(("make", "make_reference"), KINDS.values(), ids=KINDS)

@@ -368,6 +368,30 @@ def test_refusals(optimizer: Callable[..., Any], options: dict[str, Any], words:
         optimizer(make(), **options)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("exp_avg::quantized", torch.zeros(3, dtype=torch.int8)),
+        ("exp_avg::quantized", torch.zeros(9, 70)),
+        ("exp_avg::scales", None),
+        ("exp_avg_sq::quantized", torch.zeros(9, 70, dtype=torch.int8)),
+        ("exp_avg_sq::scales", torch.zeros(9)),
+        ("master_param::remainder", torch.zeros(9, 70)),
+    ],
+    ids=str,
+)
+def test_codes_that_do_not_fit_change_nothing(key: str, value: Any) -> None:
+    params = [nn.Parameter(torch.ones(9, 70, dtype=torch.bfloat16))]
+    optimizer = FusedAdam(params, state_format="int8", master_bits=24)
+    train(optimizer, params, 2)
+    saved, before = optimizer.state_dict(), dict(optimizer.state[params[0]])
+    saved = {**saved, "state": {0: {**saved["state"][0], key: value}}}
+    for loading in (optimizer, FusedAdam(params)):
+        with pytest.raises(ValueError, match=f"{key} in the state of parameter 0 is .* tensor of shape .* is expected"):
+            loading.load_state_dict(saved)
+    assert all(optimizer.state[params[0]][name] is kept for name, kept in before.items())
+
+
 def test_float16_parameters_have_masters_only_as_copies() -> None:
     params = [nn.Parameter(torch.zeros(8, 8, dtype=torch.float16))]
     with pytest.raises(ValueError, match="master_bits=24 is for bfloat16 parameters"):

@@ -31,7 +31,9 @@ RULES: dict[type[Optimizer], Callable[[Any, dict[str, Any]], Optimizer]] = {
     torch.optim.Adagrad: lambda params, group: fused.FusedAdagrad(params),
     torch.optim.RMSprop: lambda params, group: fused.NpuFusedRMSprop(params),
     torch.optim.Adadelta: lambda params, group: fused.NpuFusedAdadelta(params),
-    torch.optim.NAdam: lambda params, group: fused.FusedNAdam(params, capturable=group.get("capturable", False)),
+    torch.optim.NAdam: lambda params, group: _counting(
+        fused.FusedNAdam(params, capturable=group.get("capturable", False))
+    ),
     torch.optim.RAdam: lambda params, group: _counting(
         fused.FusedRAdam(params, capturable=group.get("capturable", False))
     ),

@@ -21,10 +21,10 @@ from typing_extensions import Unpack
 
 from ..ops import _graph_numbers
 from ..ops._host import HOST
-from ..ops.multi_tensor import make_lists, scale, zero
+from ..ops.multi_tensor import make_lists, zero
 from ..ops.multi_tensor.torch_lists import StateSeed
 from ._buckets import MASTER, Group, GroupBuckets, SlotCodecs, UpdateBucket, agreed
-from ._checkpoints import load_state, saved_state
+from ._checkpoints import load_state, load_with_hooks, saved_state
 from ._checks import check_group, check_options
 from ._formats import add_state, check_formats, decoded_state, encode_loaded, master_of, slot_codecs, stored_names
 
@@ -213,6 +213,9 @@ class FusedOptimizer(torch.optim.Optimizer):
     @torch._disable_dynamo  # torch.compiler.disable would import the compiler here: 1.8 s
     @torch.no_grad()
     def _step(self, scaling: LossScaling) -> None:
+        for group in self.param_groups:
+            if group.get("maximize"):  # set after the group was made
+                check_group(self, group)
         scaling = self._with_recent_scale(scaling)
         self._check_capture()
         if len(self.state) != len(self._states) or not all(map(operator.is_, self.state.values(), self._states)):
@@ -239,7 +242,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 count = self._step_of(bucket, step.to(bucket.device) if isinstance(step, Tensor) else step)
                 self._update(numbers, bucket, count, bucket_scaling, self._seed_for(bucket, seed))
                 if scaling.unscale is not None:
-                    _unscale_gradients(bucket.gradients(), scaling)
+                    bucket.unscale(scaling)
                 bucket.release()
         self._ready = []
         self.most_recent_scale, self.scale_set_by_backward = 1.0, False
@@ -414,6 +417,10 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class, or of PyTorch's optimizer of the same algorithm."""
+        load_with_hooks(self, state_dict, self._load)
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict; `load_state_dict` calls the hooks before and after."""
         load_state(self, state_dict, super().load_state_dict)
         encode_loaded(self)
 
@@ -457,14 +464,6 @@ class EncodingOptimizer(FusedOptimizer):
         """
         saved = super().state_dict()
         return decoded_state(self, saved) if decoded else saved
-
-
-def _unscale_gradients(gradients: list[Tensor], scaling: LossScaling) -> None:
-    """Remove the loss scale from the gradients after a step, which itself unscaled them with more digits."""
-    noop, _, factor = scaling.on(gradients[0].device)
-    assert factor is not None
-    # PyTorch's operator for this takes no bfloat16 on a GPU.
-    scale(gradients, gradients, factor, noop=noop)
 
 
 def run_closure(closure: Callable[[], Any] | None) -> Any:

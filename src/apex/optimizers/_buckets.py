@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .._distributed.shards import all_shard_groups, like_parameter, local, place_of, reduce_over, shard_groups
-from ..ops.multi_tensor import Lists
+from ..ops.multi_tensor import Lists, scale
 from ..ops.multi_tensor.codecs import STOCHASTIC, Encoded, Encodings, NoisePlace
 from ..ops.multi_tensor.dispatch import DTYPES, kernel_fits, looks_like
 from ..ops.multi_tensor.flat import laid_out_alike, overlapping, with_strides_of
@@ -100,6 +100,13 @@ class UpdateBucket:
     def gradients(self) -> list[Tensor]:
         """Return the gradients in their own layout; this process's shard if they are distributed."""
         return [local(source.grad) for source in self._sources if source.grad is not None]
+
+    def unscale(self, scaling: Any) -> None:
+        """Remove the loss scale from the gradients after a step, which itself unscaled them with more digits."""
+        gradients = self.gradients()
+        noop, _, factor = scaling.on(gradients[0].device)
+        # PyTorch's operator for this takes no bfloat16 on a GPU.
+        scale(gradients, gradients, factor, noop=noop)
 
     def _gradients(self) -> list[Tensor]:
         """Return the gradients, laid out and distributed like their parameters."""

@@ -8,6 +8,7 @@ parameters; fused optimizers keep the saved dtype.
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -19,7 +20,7 @@ from ..ops._host import HOST
 from ._buckets import MASTER, local
 from ._checks import HYPERPARAMETERS, check_step
 from ._foreign_formats import decoded_foreign
-from ._formats import saved_in_any_format
+from ._formats import check_codes, saved_in_any_format
 
 logger = logging.getLogger("apex.optimizers")
 
@@ -92,6 +93,7 @@ def _check_param_state(
         raise ValueError(f"{source} has {sorted(state)}, not {', '.join(missing)}: {name} cannot go on from it")
     if "step" in state:
         check_step(f"step in {source}", state["step"])
+    check_codes(optimizer, param, source, state, names)
     for key in (*names, MASTER):
         value = state.get(key)
         if key not in state or (value is None and key in optimizer._may_lack):
@@ -103,6 +105,43 @@ def _check_param_state(
 
 # Entries of a group that steps make. A state dict without one was saved before the first step.
 _PROGRESS = ("step", "rounding_count", "mu_product", "lr_max", "weight_sum")
+
+
+# Attributes with the hooks that `load_state_dict` of PyTorch's optimizers calls before and after.
+_HOOKS = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
+
+
+def saved_with_hooks(optimizer: Any, save: Callable[[], Any]) -> Any:
+    """Return the state dict that `save` makes, after the hooks that users registered; for methods of their own."""
+    for hook in vars(optimizer)["_optimizer_state_dict_pre_hooks"].values():
+        hook(optimizer)
+    saved = save()
+    if saved is None:  # another process has it
+        return None
+    for hook in vars(optimizer)["_optimizer_state_dict_post_hooks"].values():
+        changed = hook(optimizer, saved)
+        saved = saved if changed is None else changed
+    return saved
+
+
+def load_with_hooks(optimizer: Any, state_dict: Any, load: Callable[[Any], None]) -> None:
+    """Load by `load`, between the hooks that users registered.
+
+    PyTorch's own method, which `load` calls, would run them after the checks and before values are restored, so that
+    their changes would be lost.
+    """
+    before, after = (vars(optimizer)[name] for name in _HOOKS)
+    state_dict = dict(state_dict) if isinstance(state_dict, Mapping) else state_dict
+    for hook in before.values():
+        changed = hook(optimizer, state_dict)
+        state_dict = state_dict if changed is None else changed
+    vars(optimizer).update((name, OrderedDict()) for name in _HOOKS)
+    try:
+        load(state_dict)
+    finally:
+        vars(optimizer).update(zip(_HOOKS, (before, after), strict=True))
+    for hook in after.values():
+        hook(optimizer)
 
 
 def load_state(optimizer: Any, state_dict: dict[str, Any], load: Callable[[dict[str, Any]], None]) -> None:

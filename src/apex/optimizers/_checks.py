@@ -56,7 +56,8 @@ def check_options(options: Mapping[str, Any]) -> None:
 # Options that belong to a whole optimizer, and have no effect in one of its groups.
 _OF_ALL_GROUPS = (
     *("master_weights", "stochastic_rounding", "capturable", "materialize_master_grads", "set_grad_none"),
-    *("state_format", "master_bits"),
+    *("state_format", "master_bits", "adam_w_mode", "adagrad_w_mode", "wd_after_momentum", "reg_inside_moment"),
+    *("use_nvlamb", "max_grad_norm", "fraction", "minimal_size", "where"),
 )
 
 
@@ -66,7 +67,7 @@ def check_group(optimizer: Any, group: Mapping[str, Any]) -> None:
         if group.get(name):
             raise ValueError(f"{name}={group[name]} of a parameter group is not available in fused optimizers")
     for name in _OF_ALL_GROUPS:
-        if name in group and group[name] != getattr(optimizer, name):
+        if name in group and group[name] != getattr(optimizer, name, group[name]):
             raise ValueError(
                 f"{name}={group[name]!r} of a parameter group has no effect, because all groups share this option: "
                 f"give it to {type(optimizer).__name__} itself"

@@ -7,7 +7,7 @@ parameter lacks. `ops/multi_tensor/codecs.py` has the codecs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -180,6 +180,26 @@ def decoded_state(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
 def saved_in_any_format(name: str, state: Any) -> bool:
     """Return whether saved state of a parameter has this name, in any format."""
     return name in state or (f"{name}::quantized" in state and f"{name}::scales" in state)
+
+
+def check_codes(optimizer: Any, param: Tensor, source: str, state: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Raise an error if codes, scales or a remainder in the saved state of a parameter do not fit; see `source`."""
+    encodable = getattr(optimizer, "_encodable", {})
+    kinds = {"signed": (torch.int8, torch.float8_e4m3fn), "root": (torch.uint8,)}
+    expected: dict[str, tuple[tuple[torch.dtype, ...], torch.Size]] = {
+        REMAINDER: ((torch.int8, torch.int16), param.shape)
+    }
+    for name in names:
+        if name in encodable and name not in state:
+            groups = torch.Size([-(-param.numel() // codecs.GROUP)])
+            expected[f"{name}::quantized"] = kinds[encodable[name]], param.shape
+            expected[f"{name}::scales"] = (torch.float32,), groups
+    for key, (dtypes, shape) in expected.items():
+        value = state.get(key)
+        if key in state and not (isinstance(value, Tensor) and value.dtype in dtypes and value.shape == shape):
+            actual = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            wanted = " or ".join(map(str, dtypes))
+            raise ValueError(f"{key} in {source} is {actual}; a {wanted} tensor of shape {tuple(shape)} is expected")
 
 
 def encode_loaded(optimizer: Any) -> None:

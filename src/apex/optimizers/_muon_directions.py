@@ -23,6 +23,28 @@ from ._muon_shards import divided
 
 # State of NorMuon: averages of squares of rows, [rows, 1].
 SQUARES = "second_momentum_buffer"
+# Coefficients that can be given by name, one triple per step. Singular values of 0.01 to 1 become 0.98 to 1.03, and
+# 0.85 to 1.12; the default triple gives 0.68 to 1.13.
+COEFFICIENTS: dict[str, list[tuple[float, float, float]]] = {
+    "you": [
+        (4.0848, -6.8946, 2.9270),
+        (3.9505, -6.3029, 2.6377),
+        (3.7418, -5.5913, 2.3037),
+        (2.8769, -3.1427, 1.2046),
+        (2.8366, -3.0525, 1.2012),
+    ],
+    # https://arxiv.org/abs/2505.16932, for singular values that rounding makes up to 1.05 times as large.
+    "polar_express": [
+        (a / 1.05, b / 1.05**3, c / 1.05**5)
+        for a, b, c in (
+            (8.28721201814563, -23.595886519098837, 17.300387312530933),
+            (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+            (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+            (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+            (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+        )
+    ],
+}
 # Most elements of directions that are made orthogonal at a time: 1 GiB in bfloat16.
 WORKSPACE = 1 << 29
 
@@ -74,15 +96,18 @@ def factor_of(rows: int, columns: int, adjustment: str | None) -> float:
     return math.sqrt(ratio if adjustment == "spectral_unclamped" else max(1.0, ratio))
 
 
-def triples(coefficients: Sequence[Any], steps: int) -> list[tuple[float, float, float]]:
+def triples(coefficients: str | Sequence[Any], steps: int) -> list[tuple[float, float, float]]:
     """Return one triple of coefficients per step; a list that is too short repeats its last triple."""
+    if isinstance(coefficients, str):
+        coefficients = COEFFICIENTS.get(coefficients, coefficients)
     numbers: list[tuple[float, ...]] = []
     if isinstance(coefficients, (tuple, list)) and coefficients:
         rows = coefficients if isinstance(coefficients[0], (tuple, list)) else [coefficients]
         with contextlib.suppress(TypeError, ValueError):
             numbers = [tuple(map(float, row)) for row in rows]
     if not numbers or not all(len(row) == 3 and all(map(math.isfinite, row)) for row in numbers):
-        raise ValueError(f"ns_coefficients={coefficients!r} are neither three numbers nor a list of such triples")
+        names = " or ".join(map(repr, COEFFICIENTS))
+        raise ValueError(f"ns_coefficients={coefficients!r} are no three numbers, list of such triples, or {names}")
     return [numbers[min(step, len(numbers) - 1)] for step in range(int(steps))]  # type: ignore[misc]
 
 
@@ -92,6 +117,12 @@ def workspace(memory: dict[Any, Tensor], elements: int, dtype: torch.dtype, devi
     if kept is None or kept.numel() < elements:
         kept = memory[device, dtype] = torch.empty(elements, dtype=dtype, device=device)
     return kept[:elements]
+
+
+def options_of_directions(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the options of a group that `Directions` are made with: other values need new ones."""
+    names = ("num_heads", "split_sizes", "flatten", "adjust_lr_fn", "ns_method", "ns_dtype")
+    return (*(group[name] for name in names), group["beta2"] is None)
 
 
 class WholeMatrices(NamedTuple):
@@ -117,6 +148,7 @@ class Directions:
         params = bucket.params
         if group["beta2"] is not None and bucket.shard_groups:
             raise NotImplementedError(f"beta2={group['beta2']} (NorMuon) does not take sharded parameters (DTensor)")
+        self.options = options_of_directions(group)
         blocks = [blocks_of(param.shape, group) for param in params]
         rates = [[factor_of(block.rows, block.columns, group["adjust_lr_fn"]) for block in parts] for parts in blocks]
         own, self._exchanges = divided(params, blocks, bucket.kind)
@@ -137,7 +169,7 @@ class Directions:
         factors = torch.tensor([[factor, 0.0] for factor in common], dtype=torch.float32, device=HOST)
         start = 0
         for (_, shape, stride), indices in by_shape.items():
-            in_memory = _blocks_in_memory(params[indices[0]], group)
+            in_memory = blocks_in_memory(params[indices[0]], group)
             stack = own_memory[start : start + math.prod(shape) * len(indices)].view(len(indices), math.prod(shape))
             start += stack.numel()
             for position, index in enumerate(indices):
@@ -296,7 +328,7 @@ def _with_even_rows(directions: Tensor, squares: Tensor, beta2: Any, noop: Tenso
     return wide.mul_(norm / torch.linalg.vector_norm(wide, dim=(2, 3), keepdim=True).clamp_(min=1e-30))
 
 
-def _blocks_in_memory(param: Tensor, group: dict[str, Any]) -> list[Block]:
+def blocks_in_memory(param: Tensor, group: dict[str, Any]) -> list[Block]:
     """Return a parameter's blocks as they lie in memory: transposed, if need be, which stays orthogonal."""
     blocks, param = blocks_of(param.shape, group), local(param)
     if param.is_contiguous():

@@ -67,9 +67,9 @@ class ParameterSteps(FusedOptimizer):
                         saved["state"][index]["step"].fill_(count)
         return saved
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def _load(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class, or of PyTorch's optimizer of the same algorithm."""
-        super().load_state_dict(state_dict)
+        super()._load(state_dict)
         self._missed.clear()
         self._away.clear()
         if self.capturable or not self.counts_by_parameter:

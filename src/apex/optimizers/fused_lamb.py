@@ -64,11 +64,16 @@ class FusedLAMB(FusedOptimizer):
 
     multi_tensor_l2norm = compiled_function("multi_tensor_l2norm")
 
+    @property
+    def max_grad_norm(self) -> float | None:
+        """Return the largest norm of all gradients together, which a group cannot have of its own."""
+        return self.defaults["max_grad_norm"]
+
     def _state_names(self, group: dict[str, Any]) -> Sequence[str]:
         return ("exp_avg", "exp_avg_sq")
 
     def _before_update(self, scaling: LossScaling) -> None:
-        limit = self.defaults["max_grad_norm"]
+        limit = self.max_grad_norm
         self._clipping = clipped_together([bucket for _, bucket in self._ready], scaling, limit) if limit else None
 
     def _update(self, group: Group, bucket: UpdateBucket, step: Any, scaling: LossScaling, seed: int | None) -> None:
@@ -130,9 +135,9 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         super().add_param_group(param_group)
         self._move_numbers(self.param_groups[-1])
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def _load(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class or of `FusedLAMB`."""
-        super().load_state_dict(state_dict)
+        super()._load(state_dict)
         for group in self.param_groups:
             self._move_numbers(group)
 

@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from .._distributed.shards import shard_groups
+from .._distributed.shards import is_sharded, shard_groups
 from ..ops.multi_tensor import rules
 from ..ops.newton_schulz import METHODS
 from ._base import CommonOptions, EncodingOptimizer, LossScaling, StateOptions
 from ._buckets import Group, UpdateBucket
 from ._checks import check_options
-from ._muon_directions import WORKSPACE, Directions, blocks_of, triples
+from ._muon_directions import WORKSPACE, Directions, blocks_in_memory, blocks_of, options_of_directions, triples
 
 ALGORITHMS = ("muon", "adamw", "lion")
 ADJUSTMENTS = (None, "original", "match_rms_adamw", "spectral_unclamped")
@@ -37,8 +37,8 @@ class FusedMuon(EncodingOptimizer):
 
     The first nine arguments are `torch.optim.Muon`'s, and give the same numbers:
 
-    - `ns_coefficients`: one triple (a, b, c) for all `ns_steps` of the Newton-Schulz iteration, or a list of triples,
-      whose last one is repeated;
+    - `ns_coefficients`: one triple (a, b, c) for all `ns_steps` of the Newton-Schulz iteration, a list of triples,
+      whose last one is repeated, or "you" or "polar_express" for published lists of five;
     - `adjust_lr_fn`: the factor of the learning rate for a matrix of A x B; None and "original" are
       sqrt(max(1, A / B)), "match_rms_adamw" is 0.2 sqrt(max(A, B)) and keeps AdamW's learning rate and weight decay,
       "spectral_unclamped" is sqrt(A / B);
@@ -69,6 +69,8 @@ class FusedMuon(EncodingOptimizer):
     )
     # Whether Muon updates the group whose buckets are being made, and how many elements its matrices have so far.
     _is_muon, _elements = False, 0
+    # Pickles of earlier versions lack them.
+    _betas: tuple[float, float] = (0.9, 0.95)
 
     def __init__(
         self,
@@ -77,7 +79,7 @@ class FusedMuon(EncodingOptimizer):
         weight_decay: float = 0.1,
         momentum: float = 0.95,
         nesterov: bool = True,
-        ns_coefficients: Sequence[Any] = (3.4445, -4.7750, 2.0315),
+        ns_coefficients: str | Sequence[Any] = (3.4445, -4.7750, 2.0315),
         eps: float = 1e-7,
         ns_steps: int = 5,
         adjust_lr_fn: str | None = None,
@@ -91,9 +93,10 @@ class FusedMuon(EncodingOptimizer):
     ) -> None:
         defaults: dict[str, Any] = dict(lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov, eps=eps)
         defaults |= dict(ns_coefficients=ns_coefficients, ns_steps=ns_steps, adjust_lr_fn=adjust_lr_fn)
-        defaults |= dict(ns_method=ns_method, ns_dtype=ns_dtype, betas=betas, adam_eps=adam_eps)
+        defaults |= dict(ns_method=ns_method, ns_dtype=ns_dtype, adam_eps=adam_eps)
         defaults |= dict(cautious_weight_decay=cautious_weight_decay, algorithm="muon")
         defaults |= dict(num_heads=None, split_sizes=None, flatten=False, beta2=None)
+        self._betas = betas
         super().__init__(params, defaults, **options)
 
     def _check_options(self, options: dict[str, Any]) -> None:
@@ -102,10 +105,13 @@ class FusedMuon(EncodingOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group; its parameters of fewer than two dimensions become a second group for AdamW."""
-        for group in divided_group(param_group, self.defaults, self.param_groups):
+        for group in divided_group(with_betas(param_group, self._betas), self.defaults, self.param_groups):
             super().add_param_group(group)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_betas": self._betas}
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class or of `torch.optim.Muon`, whose groups lack the options of this class."""
         if isinstance(state_dict, Mapping) and len(state_dict.get("param_groups", ())) == len(self.param_groups):
             groups = [
@@ -115,7 +121,7 @@ class FusedMuon(EncodingOptimizer):
                 for own, saved in zip(self.param_groups, state_dict["param_groups"], strict=True)
             ]
             state_dict = {**state_dict, "param_groups": groups}
-        super().load_state_dict(state_dict)
+        super()._load(state_dict)
 
     def _state_names(self, group: dict[str, Any]) -> Sequence[str]:
         algorithm = group["algorithm"]
@@ -139,10 +145,10 @@ class FusedMuon(EncodingOptimizer):
             encoded = self.state_format != "float32"
             update_others(bucket.lists, group, step, encoded=encoded, seed=seed, **scaling.arguments)
             return
+        # In a captured step `group` holds numbers that change; how parameters are divided does not.
+        own = next(own for own in self.param_groups if own["params"] is group["params"])
         directions = bucket.cache.get("directions")
-        if directions is None:
-            # In a captured step `group` holds numbers that change; how parameters are divided does not.
-            own = next(own for own in self.param_groups if own["params"] is group["params"])
+        if directions is None or directions.options != options_of_directions(own):
             workspaces = self.__dict__.setdefault("_workspaces", {})  # copies and loaded optimizers start without any
             directions = bucket.cache["directions"] = Directions(own, bucket, workspaces)
         current = bucket.current_slots()  # held until the end: lists may know gradients by their addresses only
@@ -187,6 +193,15 @@ def check_options_of_muon(options: Mapping[str, Any]) -> None:
         raise ValueError("num_heads and split_sizes both divide the rows; give one of them")
 
 
+def with_betas(param_group: Any, betas: tuple[float, float]) -> Any:
+    """Return a parameter group with AdamW's betas.
+
+    They are not among the defaults, because schedulers that cycle momentum (OneCycleLR) would cycle them instead of the
+    momentum of matrices.
+    """
+    return {"betas": betas, **param_group} if isinstance(param_group, dict) else param_group
+
+
 def divided_group(param_group: Any, defaults: Mapping[str, Any], others: Sequence[Mapping[str, Any]] = ()) -> list[Any]:
     """Return the groups of a parameter group: matrices for Muon, and its other parameters for AdamW.
 
@@ -195,7 +210,8 @@ def divided_group(param_group: Any, defaults: Mapping[str, Any], others: Sequenc
     """
     if not isinstance(param_group, dict) or param_group.get("algorithm", defaults["algorithm"]) != "muon":
         return [param_group]
-    check_options_of_muon({**defaults, **param_group})
+    options = {**defaults, **param_group}
+    check_options_of_muon(options)
     params = param_group["params"]
     params = [params] if isinstance(params, Tensor) else list(params)
     tensors = [param[1] if isinstance(param, tuple) else param for param in params]  # named parameters
@@ -203,7 +219,9 @@ def divided_group(param_group: Any, defaults: Mapping[str, Any], others: Sequenc
     known = {id(param) for group in others for param in group["params"]}
     for tensor in tensors:
         if isinstance(tensor, Tensor):
-            blocks_of(tensor.shape, {**defaults, **param_group})
+            if tensor.dim() >= 2 and not is_sharded(tensor):
+                blocks_in_memory(tensor, options)
+            blocks_of(tensor.shape, options)
             if not (tensor.is_leaf or tensor.retains_grad):
                 raise ValueError(f"a tensor of shape {list(tensor.shape)} is no leaf: it is computed from others")
             if id(tensor) in known:

@@ -57,6 +57,7 @@ class FusedNovoGrad(FusedOptimizer):
             raise RuntimeError("FusedNovoGrad does not support the AMSGrad variant")
         defaults = dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay)
         defaults |= dict(grad_averaging=grad_averaging, norm_type=norm_type, init_zero=init_zero)
+        self.reg_inside_moment = bool(reg_inside_moment)
         self.moment_mode = 0 if reg_inside_moment else 1
         super().__init__(params, defaults, set_grad_none=set_grad_none, **options)
 
@@ -114,12 +115,12 @@ class FusedNovoGrad(FusedOptimizer):
             saved_group[NORM] = [norms.sqrt() for norms in joined] if group["norm_type"] == 2 else joined
         return saved
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def _load(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class or of the original."""
         check_saved(self, state_dict)
         norms = [group.get(NORM) for group in state_dict["param_groups"]]
         self._check_norms(state_dict, norms)
-        super().load_state_dict(state_dict)
+        super()._load(state_dict)
         for group, lists in zip(self.param_groups, norms, strict=True):
             group.pop(NORM, None)
             places = [0, 0]

@@ -109,9 +109,9 @@ class MomentumOptimizer(EncodingOptimizer):
                 saved["state"][index] = {name: v for name, v in state.items() if name.partition("::")[0] != BUFFER}
         return saved
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def _load(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class or of `torch.optim.SGD`."""
-        super().load_state_dict(state_dict)
+        super()._load(state_dict)
         self._undampened.clear()
 
     def _rename_loaded_state(self) -> None:

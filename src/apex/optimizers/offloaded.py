@@ -124,9 +124,9 @@ class OffloadedOptimizer(FusedOptimizer):
             if isinstance(value, Tensor) and (value.shape == param.shape or "::" in name):
                 state[name] = memory.moved(value) if self.where == "gpu" else value.to(HOST)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def _load(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of `cls`, of this class, or of PyTorch's optimizer of the same algorithm."""
-        super().load_state_dict(state_dict)
+        super()._load(state_dict)
         for param, state in self.state.items():  # state of another format was converted on the device
             self._place_state(state, param)
 

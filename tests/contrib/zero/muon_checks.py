@@ -80,6 +80,22 @@ def like_one_process(**options: Any) -> Check:
     return check
 
 
+def changed_options(rank: int) -> None:
+    """Options that change between steps act at once; they may need directions of another dtype."""
+    runs: list[list[nn.Parameter]] = []
+    for kind, ranks in ((DistributedFusedMuon, [rank]), (FusedMuon, list(range(dist.get_world_size())))):
+        params, groups = made()
+        optimizer = kind(groups, lr=0.1)
+        train(optimizer, params, ranks, range(2))
+        for group in optimizer.param_groups:
+            group.update(EXACT)
+        train(optimizer, params, ranks, range(2, STEPS))
+        runs.append(params)
+    # The first steps multiplied in bfloat16.
+    for found, exact in zip(*runs, strict=True):
+        assert float((found - exact).norm()) <= 0.02 * float(exact.norm())
+
+
 def bfloat16(rank: int) -> None:
     """bfloat16 parameters follow float32 weights, which are stored, or joined from 16-bit remainders."""
     reference, _ = made()
@@ -201,6 +217,7 @@ CHECKS: dict[str, Check] = {
     "muon_in_buffers": like_one_process(contiguous_param_buffer=True, contiguous_grad_buffer=True, capturable=True),
     "muon_overlapped": like_one_process(overlap_param_sync=True),
     "muon_bfloat16": bfloat16,
+    "muon_changed_options": changed_options,
     "muon_clipping_and_scaling": clipping_and_scaling,
     "muon_state_dicts": state_dicts,
     "muon_refusals": refusals,

@@ -25,6 +25,18 @@ def test_it_is_reachable() -> None:
         _ = apex.contrib.optimizers.no_such_optimizer
 
 
+@pytest.mark.parametrize("name", ["DistributedFusedAdam", "DistributedFusedLAMB", "DistributedFusedMuon"])
+def test_hooks_of_state_dicts_are_called(name: str) -> None:
+    optimizer = getattr(apex.contrib.optimizers, name)(nn.Linear(3, 3).parameters(), lr=0.1)
+    calls: list[str] = []
+    optimizer.register_state_dict_pre_hook(lambda _: calls.append("before saving"))
+    optimizer.register_state_dict_post_hook(lambda _, saved: {"archive": saved})
+    optimizer.register_load_state_dict_pre_hook(lambda _, found: found["archive"])
+    optimizer.register_load_state_dict_post_hook(lambda _: calls.append("after loading"))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert calls == ["before saving", "after loading"]
+
+
 def test_names_that_subclasses_use() -> None:
     """NeMo's subclass names the class in annotations and makes fragments by their names."""
     assert DistributedFusedAdam.ParameterBucket().params_shard is None

@@ -183,6 +183,17 @@ def test_result_in_the_memory_of_the_matrices(method: str, steps: int) -> None:
     assert torch.equal(batch, expected)
 
 
+@pytest.mark.parametrize("method", ["standard", "gram"])
+@pytest.mark.parametrize("autocast", [torch.float16, torch.bfloat16])
+def test_autocast_changes_nothing(autocast: torch.dtype, method: str) -> None:
+    batch = matrices(2, 6, 8)
+    for dtype in (torch.float64, torch.float32, torch.float16):
+        expected = newton_schulz(batch, MUON, method=method, dtype=dtype)
+        out = torch.empty_like(batch, dtype=dtype)
+        with torch.autocast("cpu", autocast):
+            assert torch.equal(newton_schulz(batch, MUON, method=method, dtype=dtype, out=out), expected)
+
+
 def test_small_and_zero_matrices() -> None:
     for shape in ((0, 4, 5), (2, 0, 5), (3, 0)):
         assert newton_schulz(torch.zeros(shape), MUON).shape == shape

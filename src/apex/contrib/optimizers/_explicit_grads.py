@@ -12,7 +12,7 @@ from torch import Tensor
 from ...ops.multi_tensor import l2norm
 from ...ops.multi_tensor.dispatch import check
 from ...optimizers._base import run_closure
-from ...optimizers._checkpoints import check_saved
+from ...optimizers._checkpoints import check_saved, load_with_hooks
 from ...optimizers._checks import check_options
 
 
@@ -126,6 +126,9 @@ class ExplicitGradsOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict; state keeps the dtype that it was saved in."""
+        load_with_hooks(self, state_dict, self._load)
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
         check_saved(self, state_dict)
         super().load_state_dict(state_dict)
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...optimizers._checkpoints import load_with_hooks, saved_with_hooks
 from ._zero import checkpoints
 from ._zero.arena import Arena
 from ._zero.layout import Piece
@@ -166,8 +168,9 @@ class DistributedFusedAdam(SubclassableOptimizer):
         self._settle()
         if state_dict_format == 1:
             self._refuse_numbered_experts()
-            return checkpoints.shards_of_ranks(self, True if gather_on_root is None else gather_on_root)
-        return checkpoints.whole_tensors(self, bool(gather_on_root))
+            on_root = True if gather_on_root is None else gather_on_root
+            return saved_with_hooks(self, lambda: checkpoints.shards_of_ranks(self, on_root))
+        return saved_with_hooks(self, lambda: checkpoints.whole_tensors(self, bool(gather_on_root)))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class, `apex.optimizers.FusedAdam` or `torch.optim.AdamW`.
@@ -175,7 +178,7 @@ class DistributedFusedAdam(SubclassableOptimizer):
         Parameters get the values in the state dict, if it has any. All processes must call it.
         """
         self._settle()
-        checkpoints.load(self, state_dict)
+        load_with_hooks(self, state_dict, functools.partial(checkpoints.load, self))
 
     def _settle(self) -> None:
         """Make missing state, wait for gradients and parameters, and subtract skipped steps from the count."""

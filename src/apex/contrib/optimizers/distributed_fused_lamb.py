@@ -12,6 +12,7 @@ from torch import Tensor
 from ..._env import processes_on_machine
 from ...optimizers._base import adam_hyperparameters, run_closure
 from ...optimizers._buckets import check_parameter
+from ...optimizers._checkpoints import load_with_hooks, saved_with_hooks
 from ...optimizers._checks import check_options
 from ._zero.arena import Arena
 from ._zero.base import ShardedOptimizer, StepCount
@@ -143,6 +144,11 @@ class DistributedFusedLAMB(ShardedOptimizer):
         self._share_params()
 
     @property
+    def max_grad_norm(self) -> float | None:
+        """Return the largest norm of all gradients together, which a group cannot have of its own."""
+        return self.defaults["max_grad_norm"]
+
+    @property
     def _trained(self) -> list[Tensor]:
         return [param for param in self.parameters() if param.requires_grad]
 
@@ -262,7 +268,7 @@ class DistributedFusedLAMB(ShardedOptimizer):
         if self._clip_after_ar:
             reducer.complete()
         else:
-            limit = self.defaults["max_grad_norm"]
+            limit: float | Tensor | None = self.max_grad_norm
             if limit and loss_scale is not None:
                 limit = limit * loss_scale
             reducer.complete_clipped(limit or None, fused_norm=self._fused_norm, fused_scale=self._fuse_scale)
@@ -320,7 +326,7 @@ class DistributedFusedLAMB(ShardedOptimizer):
 
     def _factor(self, loss_scale: float | Tensor | None) -> Tensor | None:
         """Return the factor of the mean that removes the loss scale and clips to `max_grad_norm`: float32 [1]."""
-        limit = self.defaults["max_grad_norm"] if self._clip_after_ar else None
+        limit = self.max_grad_norm if self._clip_after_ar else None
         if not limit and loss_scale is None:
             return None
         norm = self.L2_grad_norm
@@ -348,6 +354,9 @@ class DistributedFusedLAMB(ShardedOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of this process's `step`, `fp32_p`, `fp32_m` and `fp32_v`, as upstream, and the groups."""
+        return saved_with_hooks(self, self._saved)
+
+    def _saved(self) -> dict[str, Any]:
         self._prepare()
         saved: dict[str, Any] = {"step": self._step.clone()}
         for name, own in _NAMES.items():
@@ -358,12 +367,15 @@ class DistributedFusedLAMB(ShardedOptimizer):
         saved["layout"] = self._layout()
         return saved
 
-    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict that this process saved with as many processes and the same options, all or nothing.
 
         Load the model's state first. Upstream's state dicts have no groups and no layout.
         """
+        load_with_hooks(self, state_dict, self._load)
+
+    @torch.no_grad()
+    def _load(self, state_dict: dict[str, Any]) -> None:
         self._prepare()
         missing = [name for name in ("step", *_NAMES) if name not in state_dict]
         if missing:

@@ -12,8 +12,8 @@ from typing_extensions import Unpack
 
 from ...ops.multi_tensor import Lists
 from ...ops.multi_tensor.flat import flat
-from ...optimizers._muon_directions import WORKSPACE, Directions, WholeMatrices, blocks_of
-from ...optimizers.fused_muon import check_options_of_muon, divided_group, update_others
+from ...optimizers._muon_directions import WORKSPACE, Directions, WholeMatrices, blocks_of, options_of_directions
+from ...optimizers.fused_muon import check_options_of_muon, divided_group, update_others, with_betas
 from ._zero.arena import Arena
 from ._zero.layout import Layout, Piece, WholeLayout, pick
 from ._zero.state import ArenaState, in_slots
@@ -64,7 +64,7 @@ class DistributedFusedMuon(DistributedFusedAdam):
         weight_decay: float = 0.1,
         momentum: float = 0.95,
         nesterov: bool = True,
-        ns_coefficients: Sequence[Any] = (3.4445, -4.7750, 2.0315),
+        ns_coefficients: str | Sequence[Any] = (3.4445, -4.7750, 2.0315),
         eps: float = 1e-7,
         ns_steps: int = 5,
         adjust_lr_fn: str | None = None,
@@ -89,6 +89,7 @@ class DistributedFusedMuon(DistributedFusedAdam):
     def _group_defaults(self, defaults: dict[str, Any]) -> dict[str, Any]:
         defaults = {**defaults, **self._muon_defaults}
         del defaults["bias_correction"]
+        self._betas = defaults.pop("betas")
         check_options_of_muon(defaults)
         return defaults
 
@@ -103,7 +104,7 @@ class DistributedFusedMuon(DistributedFusedAdam):
                 raise NotImplementedError(
                     f"beta2={param_group['beta2']} (NorMuon) is not supported by {type(self).__name__}"
                 )
-        for group in divided_group(param_group, self.defaults, self.param_groups):
+        for group in divided_group(with_betas(param_group, self._betas), self.defaults, self.param_groups):
             super().add_param_group(group)
 
     def _kind(self, group: dict[str, Any]) -> Any:
@@ -132,6 +133,8 @@ class DistributedFusedMuon(DistributedFusedAdam):
             else:
                 update_others(lists, self.param_groups[key], step, noop=noop, grad_scale=scale)
 
+        if isinstance(state, MatrixState):
+            state.groups = self.param_groups
         state.apply(self._gradients, update, noop)
 
 
@@ -153,12 +156,19 @@ class MatrixState(ArenaState):
         self.units = {
             (group, batch): members for group, units in self.units.items() for batch, members in _batches(units)
         }
-        self.directions = {
-            key: Directions(
-                groups[key[0]], WholeMatrices([arena.params[unit.param] for unit in units], arena.device), workspaces
-            )
-            for key, units in self.units.items()
-        }
+        # Groups of the optimizer, whose options may change between steps.
+        self.groups = groups
+        self._workspaces = workspaces
+        self.directions: dict[Any, Directions] = {}
+
+    def _lists_of(self, group: Any, units: list[Piece], gradients: Any, where: tuple[int, list[int]]) -> Lists:
+        """Return the lists of a key of `units`, with directions that fit the options of the parameter group."""
+        known, options = self.directions.get(group), self.groups[group[0]]
+        if known is None or known.options != options_of_directions(options):
+            matrices = WholeMatrices([self.arena.params[unit.param] for unit in units], self.arena.device)
+            self.directions[group] = Directions(options, matrices, self._workspaces)
+            self._lists.pop(group, None)
+        return super()._lists_of(group, units, gradients, where)
 
     def _slots(self, group: Any, gradients: list[Tensor]) -> tuple[list[list[Tensor] | None], Any]:
         units = self.units[group]

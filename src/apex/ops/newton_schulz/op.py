@@ -59,8 +59,9 @@ def newton_schulz(
     divide = normalized if runs_kernel and batch.dtype != torch.float64 else reference.normalized
     iterate = reference.gram if method == "gram" else reference.standard
     target = None if out is None else out.view(batch.shape)
-    # No name here holds the normalised matrices, so that the iteration can free them.
-    return iterate(divide(batch, eps, dtype), coefficients, product, target).view(matrices.shape)
+    with _library.autocast_off(batch):  # it would cast operands of the products, but not `out`
+        # No name here holds the normalised matrices, so that the iteration can free them.
+        return iterate(divide(batch, eps, dtype), coefficients, product, target).view(matrices.shape)
 
 
 def resolved(

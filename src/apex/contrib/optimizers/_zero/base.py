@@ -14,7 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ...._distributed.comparison import check_settings, optimizer_settings
 from ...._distributed.experts import is_expert, refuse_experts
 from ...._distributed.reducer import weak_method
-from ....optimizers._checks import check_options
+from ....optimizers._checks import check_group, check_options
 from . import checkpoints
 from .arena import Arena
 from .checkpoints import StateSlice
@@ -121,6 +121,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # The processes that hold the same experts, for experts beside other parameters. Set before the constructor runs.
     # Gradients of experts must be the same in these processes before they are taken.
     _expert_group: Any = None
+    # Divided state is float32; groups that ask for another format are refused.
+    state_format, master_bits, stochastic_rounding = "float32", None, False
     # Whether the constructor has ended; new groups then take the first process's values at once.
     _made = False
     # Whether the first step has compared this process's settings with the other processes'.
@@ -156,6 +158,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Add a parameter group; all processes must add the same one."""
         if isinstance(param_group, dict):  # PyTorch raises for other types
             check_options({**self.defaults, **param_group})
+            check_group(self, param_group)
         super().add_param_group(param_group)
         try:
             is_apart = self._takes_experts and all(is_expert(param) for param in self.parameters())
