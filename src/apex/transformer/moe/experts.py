@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..._arguments import checked
+from ...ops._checks import values_at_hand
 from ...ops._host import HOST
 from ...ops.moe import moe_experts, moe_experts_main_grad
 from .._marks import MarkedModule
@@ -74,6 +75,14 @@ class GroupedMLP(MarkedModule):
 
         With expert tensor parallelism they are this rank's terms of a sum over the ranks.
         """
+        if tokens_per_expert.shape != (self.num_local_experts,):
+            raise ValueError(
+                f"tokens_per_expert has shape {list(tokens_per_expert.shape)}, expected a number for each of "
+                f"{self.num_local_experts} experts"
+            )
+        counts = values_at_hand(tokens_per_expert)
+        if counts is not None and (min(counts, default=0) < 0 or sum(counts) > rows.shape[0]):
+            raise ValueError(f"tokens_per_expert={counts} does not fit {rows.shape[0]} rows")
         ends = tokens_per_expert.to(rows.device).cumsum(0)
         numbers = torch.arange(rows.shape[0], dtype=ends.dtype, device=rows.device)
         index = torch.searchsorted(ends, numbers, right=True)

@@ -80,7 +80,11 @@ class MoELayer(nn.Module):
         return output if self.shared_experts is None else output + self.shared_experts(hidden_states), None
 
     def _check(self, hidden_states: Tensor) -> None:
-        """Raise a ValueError if the input and the weights have different dtypes."""
+        """Raise a ValueError if the input has another size or dtype than the weights."""
+        if hidden_states.shape[-1:] != (self.config.hidden_size,):
+            raise ValueError(
+                f"hidden_states has shape {list(hidden_states.shape)}, expected [..., {self.config.hidden_size}]"
+            )
         if torch.is_autocast_enabled(hidden_states.device.type):
             return
         weights = {"router": self.router.weight} if self.config.moe_router_dtype is None else {}
