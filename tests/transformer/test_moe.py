@@ -149,6 +149,25 @@ def test_no_tokens(options: dict[str, Any], shape: tuple[int, ...]) -> None:
     )
 
 
+@pytest.mark.parametrize("kind", ["allgather", "alltoall"])
+def test_hooks_of_router_and_experts_run(kind: str) -> None:
+    layer, seen = moe.MoELayer(config(moe_token_dispatcher_type=kind)), []
+    for name in ("router", "experts"):
+        getattr(layer, name).register_forward_hook(lambda *_, name=name: seen.append(name))
+    layer(numbers(5, 3, HIDDEN))
+    assert seen == ["router", "experts"]
+
+
+def test_a_subclass_of_the_experts_computes_as_it_says() -> None:
+    class Halved(moe.GroupedMLP):
+        def forward(self, rows: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
+            return super().forward(rows, tokens_per_expert, probs)[0] / 2, None
+
+    x = numbers(5, 3, HIDDEN)
+    found = moe.MoELayer(config(), moe.MoESubmodules(experts=Halved))(x)[0]
+    torch.testing.assert_close(found, moe.MoELayer(config())(x)[0] / 2)
+
+
 class NothingOnTheHost(TorchDispatchMode):
     """Raise for operators whose results, or their shapes, the host must read from the device."""
 
@@ -515,6 +534,8 @@ def test_experts_load_megatrons_layout() -> None:
     for name, value in experts.named_parameters():
         assert torch.equal(other.get_parameter(name), value)
     other.load_state_dict(experts.state_dict())
+    with pytest.raises(RuntimeError, match="size mismatch for weight2"):
+        other.load_state_dict({**saved, "weight2": saved["weight2"][:-1]})
 
 
 def test_gradients_in_main_grad() -> None:
