@@ -61,6 +61,8 @@ parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else
 args = parser.parse_args()
 if (args.recompute and args.zero_bubble) or (args.zero and args.expert_parallel > 1):
     parser.error("--recompute does not go with --zero-bubble, and --zero does not go with --expert-parallel")
+if (args.zero_bubble and args.pipeline == 1) or (args.expert_parallel > 1 and not args.experts):
+    parser.error("--zero-bubble needs --pipeline, and --expert-parallel needs --experts")
 # On most CPUs float32 is the quickest.
 args.opt_level = args.opt_level or ("O5" if args.device == "cuda" else "O0")
 
@@ -90,6 +92,7 @@ config = TransformerConfig(
     recompute=args.recompute,
     num_moe_experts=args.experts,
     moe_router_topk=args.topk,
+    moe_router_pre_softmax=args.topk == 1,  # the softmax over a single expert would be 1
     moe_aux_loss_coeff=args.aux_loss,
     moe_token_dispatcher_type="alltoall",
 )

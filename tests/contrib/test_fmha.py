@@ -70,6 +70,19 @@ def test_heads_must_divide_the_hidden_size() -> None:
     config = SimpleNamespace(attention_probs_dropout_prob=0.0, num_attention_heads=5, hidden_size=24)
     with pytest.raises(ValueError, match="hidden_size=24"):
         FMHA(config)
+    config.num_attention_heads = 0
+    with pytest.raises(ValueError, match="num_attention_heads=0"):
+        FMHA(config)
+
+
+def test_rows_are_queries_keys_and_values() -> None:
+    attention, rows = module(), torch.randn(9, 3 * HIDDEN)
+    bounds = torch.tensor([0, 4, 9])
+    expected = attention(rows, bounds, 5)
+    assert torch.equal(attention(rows.view(9, 3, HIDDEN), bounds, 5), expected)
+    assert torch.equal(attention(rows.view(3, 3, 3 * HIDDEN), bounds, 5), expected)
+    with pytest.raises(ValueError, match=r"qkv has shape \[27, 24\], expected \[total, 3 \* hidden_size = 72\]"):
+        attention(rows.view(27, HIDDEN), bounds, 5)
 
 
 def test_bad_arguments_are_refused() -> None:

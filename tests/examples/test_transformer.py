@@ -47,16 +47,21 @@ def test_a_split_model_goes_on_in_another_split(tmp_path: Path) -> None:
 
 def test_experts(tmp_path: Path) -> None:
     sizes = "--layers 2 --steps 4 --microbatch 1"
-    output = run(2, f"--experts 4 --expert-parallel 2 --aux-loss 0.02 {sizes} --checkpoints experts", tmp_path)
+    output = run(2, f"--experts 4 --topk 1 --expert-parallel 2 --aux-loss 0.02 {sizes} --checkpoints experts", tmp_path)
     assert losses(output)[1] < losses(output)[0] - 0.1
 
 
 def test_refused_splits(tmp_path: Path) -> None:
-    for words in ("--zero --expert-parallel 2", "--recompute full --zero-bubble"):
+    for words, said in (
+        ("--zero --expert-parallel 2", "does not go with"),
+        ("--recompute full --zero-bubble", "does not go with"),
+        ("--zero-bubble", "--zero-bubble needs --pipeline"),
+        ("--expert-parallel 2", "--expert-parallel needs --experts"),
+    ):
         environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
         done = run_python(str(SCRIPT), *words.split(), cwd=tmp_path, environment=environment)
         assert done.returncode == 2
-        assert "does not go with" in done.stderr
+        assert said in done.stderr
 
 
 def test_divided_optimizers(tmp_path: Path) -> None:

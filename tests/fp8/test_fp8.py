@@ -177,6 +177,12 @@ def test_arguments_that_are_no_model_are_refused():
         fp8.convert(None)
 
 
+def test_histories_have_steps() -> None:
+    for shape, message in (((2, 4), r"history is torch.float32 \[2, 4\]"), ((3, 0), "history has no steps")):
+        with pytest.raises(ValueError, match=message):
+            fp8.linear(torch.zeros(16, 16), torch.zeros(16, 16), scaling="delayed", history=torch.zeros(shape))
+
+
 def test_refusals_change_nothing():
     model = network("cpu")
     with pytest.raises(RuntimeError, match="emulate=True"):
@@ -227,6 +233,11 @@ def test_delayed_scales_come_from_earlier_steps():
     torch.testing.assert_close(clipped, expected, rtol=0.1, atol=0.1 * float(expected.detach().abs().max()))
     clipped.sum().backward()
     assert history[2, 0] == 1
+    kept = history.clone()
+    with torch.no_grad():
+        layer.eval()(large)
+    assert torch.equal(history, kept)  # an evaluation is no step
+    layer.train()
     overflow = large.clone()
     overflow[0, 0] = float("inf")
     assert not layer(overflow).isfinite().all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import pytest
@@ -126,13 +127,56 @@ def check_parts_of_a_batch(rank: int) -> None:
         group = parallel_state.get_context_parallel_group()
         assert get_pos_emb_on_this_cp_rank(numbers[:, None, None], 0, group).flatten().tolist() == mine
         _raises("cannot be cut into", get_batch_on_this_cp_rank, {"tokens": torch.zeros(1, length + 2)})
-        _raises("cannot be cut into", get_thd_batch_on_this_cp_rank, {}, torch.tensor([0, ranks, 4 * ranks]), None, 8)
+        rows, thd = {"words": numbers[None]}, get_thd_batch_on_this_cp_rank
+        _raises("cannot be cut into", thd, {}, torch.tensor([0, ranks, 4 * ranks]), None, length)
+        # Rows behind the last document were given to two ranks, or to none.
+        _raises("must end with the", thd, rows, torch.tensor([0, 2 * ranks]), None, length)
+        _raises("max_seqlen=4 is less", thd, rows, torch.tensor([0, length]), None, length // ranks)
+        _raises("cu_seqlens_padded has 3", thd, rows, torch.tensor([0, 3]), torch.tensor([0, length, length]), length)
+        _raises(f"cp_rank={ranks} must be less", thd, rows, torch.tensor([0, length]), None, length, ranks, ranks)
         query = torch.zeros(4, 1, 4, 8)
         _raises("comm='a2a\\+p2p'", context_attention, query, query, query, comm="a2a+p2p")
         _raises("window=4", context_attention, query, query, query, window=4)
         _raises("two chunks", context_attention, query[:3], query[:3], query[:3])
         if ranks > 1:
             _raises("as many heads", context_attention, *[query[:, :, :1]] * 3, comm="a2a")
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def check_refusals(comm: str, rank: int) -> None:
+    """Arguments that do not fit together are errors by name before ranks exchange anything."""
+    ranks = dist.get_world_size()
+    parallel_state.initialize_model_parallel(context_parallel_size=ranks)
+    try:
+        query, key = (_whole(4, 2, heads, 8) for heads in (8, 4))
+        tensors: list[tuple[str, list[Tensor]]] = [
+            ("value has shape", [query, key, key[:2]]),
+            ("key has shape .*they may differ in heads only", [query, key.repeat(2, 1, 1, 1), key.repeat(2, 1, 1, 1)]),
+            ("key has shape .*they may differ in heads only", [query, key[:, :1], key[:, :1]]),
+            ("they must be equal", [query, key, query]),
+            ("multiple of the key's", [query, key[:, :, :3], key[:, :, :3]]),
+            ("key is torch.float32", [query, key.float(), key.float()]),
+            ("all ranks must pass the same dtype and shape", [t[:, : 1 + rank % 2] for t in (query, key, key)]),
+        ]
+        for message, given in tensors:
+            _raises(message, context_attention, *given, comm=comm)
+        for scale in (0.0, -1.0, math.nan):
+            _raises("scale=.* must be positive and finite", context_attention, query, key, key, comm=comm, scale=scale)
+        query, key = query.flatten(0, 1), key.flatten(0, 1)
+        total = 8 * ranks
+        for message, edges, longest in (
+            ("must end with the", [0, 2 * ranks], None),
+            ("must grow from 0", [0, total, total - 2 * ranks, total], None),
+            ("must grow from 0", [0, 2 * total], None),
+            ("must be \\[sequences \\+ 1", [[0, total]], None),
+            ("max_seqlen=4 is less than the longest", [0, total], 4),
+        ):
+            options = {"comm": comm, "cu_seqlens": torch.tensor(edges), "max_seqlen": longest}
+            _raises(message, context_attention, query, key, key, **options)
+        with torch.autocast("cpu", torch.bfloat16):
+            words = [tensor.float() for tensor in (query, key, key)]
+            assert context_attention(*words, comm=comm, cu_seqlens=torch.tensor([0, total])).dtype == torch.bfloat16
     finally:
         parallel_state.destroy_model_parallel()
 
@@ -190,6 +234,7 @@ def _checks() -> dict[str, Any]:
         found[f"{comm} grouped"] = functools.partial(check_dense, comm, True, 8, 2, None)
         found[f"{comm} both directions"] = functools.partial(check_dense, comm, False, 8, 4, None)
         found[f"{comm} packed"] = functools.partial(check_packed, comm)
+        found[f"{comm} refusals"] = functools.partial(check_refusals, comm)
         if comm != "p2p":
             found[f"{comm} window"] = functools.partial(check_dense, comm, True, 8, 4, 5)
     found["half precision"] = check_half_precision

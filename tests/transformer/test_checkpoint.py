@@ -57,6 +57,14 @@ def test_a_killed_rank_ends_all_and_loses_nothing(phase: str, runs: Path) -> Non
     assert_same(path, runs / "alive" / "checkpoints" / path.name)
 
 
+@pytest.mark.parametrize("name", killed.EXCHANGES)
+def test_the_exchange_of_a_killed_rank_is_named(name: str, runs: Path) -> None:
+    assert json.loads((runs / "ends.json").read_text())[name] == [1, -signal.SIGKILL]
+    said = (runs / name / "rank0.txt").read_text()
+    assert f"rank 0 of 2: {killed.EXCHANGES[name]}" in said
+    assert "no failure is reported by rank 1" in said
+
+
 def test_a_resumed_run_equals_an_uninterrupted_run(runs: Path) -> None:
     ends = json.loads((runs / "ends.json").read_text())
     assert ends["alive"] == ends["resumed"] == [0] * killed.RANKS, (runs / "resumed" / "rank0.txt").read_text()

@@ -149,6 +149,25 @@ def test_no_tokens(options: dict[str, Any], shape: tuple[int, ...]) -> None:
     )
 
 
+@pytest.mark.parametrize("kind", ["allgather", "alltoall"])
+def test_hooks_of_router_and_experts_run(kind: str) -> None:
+    layer, seen = moe.MoELayer(config(moe_token_dispatcher_type=kind)), []
+    for name in ("router", "experts"):
+        getattr(layer, name).register_forward_hook(lambda *_, name=name: seen.append(name))
+    layer(numbers(5, 3, HIDDEN))
+    assert seen == ["router", "experts"]
+
+
+def test_a_subclass_of_the_experts_computes_as_it_says() -> None:
+    class Halved(moe.GroupedMLP):
+        def forward(self, rows: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
+            return super().forward(rows, tokens_per_expert, probs)[0] / 2, None
+
+    x = numbers(5, 3, HIDDEN)
+    found = moe.MoELayer(config(), moe.MoESubmodules(experts=Halved))(x)[0]
+    torch.testing.assert_close(found, moe.MoELayer(config())(x)[0] / 2)
+
+
 class NothingOnTheHost(TorchDispatchMode):
     """Raise for operators whose results, or their shapes, the host must read from the device."""
 
@@ -223,6 +242,35 @@ def test_frozen_experts_need_no_main_grad(frozen: tuple[str, ...]) -> None:
         torch.testing.assert_close(
             getattr(layers[1].experts, name).main_grad, getattr(layers[0].experts, name).grad, rtol=1e-6, atol=1e-6
         )
+
+
+def test_functions_refuse_what_does_not_fit() -> None:
+    logits, tokens, chosen, probs = numbers(3, 4), numbers(3, 2), numbers(3, 4) > 0, numbers(3, 4)
+    rows, _, token = moe_utils.permute(tokens, chosen, probs)
+    number = len(rows)
+    calls: list[tuple[str, Any, tuple[Any, ...]]] = [
+        ("routing_map has shape", moe_utils.permute, (tokens, numbers(4, 4) > 0)),
+        ("probs has shape", moe_utils.permute, (tokens, chosen, probs[:, :3])),
+        (f"num_out_tokens={number + 1}", moe_utils.permute, (tokens, chosen, None, number + 1)),
+        ("num_out_tokens=-1", moe_utils.permute, (tokens, chosen, None, -1)),
+        ("permuted_tokens has shape", moe_utils.unpermute, (rows, token[:-1], (3, 2))),
+        ("permuted_tokens has shape", moe_utils.unpermute, (rows, token, (3, 1, 2))),
+        ("routing_map has shape", moe_utils.unpermute, (rows, token, (4, 2), probs, chosen)),
+        ("must name each of 3 chunks once", moe_utils.sort_chunks_by_idxs, (tokens, [1, 1, 1], [1, 0])),
+        ("must name each of 3 chunks once", moe_utils.sort_chunks_by_idxs, (tokens, [1, 1, 1], [1, 0, 1])),
+        ("score_function must be", moe_utils.compute_routing_scores_for_aux_loss, (logits, 2, "sqrtsoftplus")),
+        ("at least topk=5", moe_utils.compute_routing_scores_for_aux_loss, (logits, 5, "softmax")),
+        ("num_groups=0", moe_utils.group_limited_topk, (logits, 2, 3, 4, 0, 1)),
+    ]
+    for message, function, given in calls:
+        with pytest.raises(ValueError, match=message):
+            function(*given)
+    with pytest.raises(ValueError, match=r"expert_bias has shape \[1\], expected \[4\]"):
+        moe_utils.topk_routing_with_score_function(logits, 2, score_function="sigmoid", expert_bias=torch.ones(1))
+    assert moe_utils.z_loss_func(logits[:0], 0.1) == 0
+    assert moe_utils.sort_chunks_by_idxs(tokens[:0], [], [])[0].shape == (0, 2)
+    moved = moe_utils.get_updated_expert_bias(torch.tensor([1, 2, 3]), torch.zeros(3), 0.5)
+    assert moved.tolist() == [0.5, 0.0, -0.5]
 
 
 def test_capacity() -> None:
@@ -414,6 +462,17 @@ def test_bias_of_a_router_without_gradients_follows_the_tokens() -> None:
     assert torch.equal(layer.router.expert_bias, 0.25 * (counts.mean() - counts).sign())
 
 
+def test_biases_move_at_their_own_rates() -> None:
+    rates, routers = (0.25, 0.5), []
+    for rate in rates:
+        router = moe.TopKRouter(config(**{**BIASED, "moe_router_bias_update_rate": rate}))
+        router.local_tokens_per_expert = torch.tensor([0.0, 1.0, 2.0, 9.0])
+        routers.append(router)
+    _update_routers(routers)
+    for rate, router in zip(rates, routers, strict=True):
+        assert router.expert_bias.tolist() == [rate, rate, rate, -rate]
+
+
 def test_bias_stays_in_float32() -> None:
     layer = moe.MoELayer(config(params_dtype=torch.float32, **BIASED))
     layer.router.expert_bias += 1.0 + 2.0**-20
@@ -475,6 +534,8 @@ def test_experts_load_megatrons_layout() -> None:
     for name, value in experts.named_parameters():
         assert torch.equal(other.get_parameter(name), value)
     other.load_state_dict(experts.state_dict())
+    with pytest.raises(RuntimeError, match="size mismatch for weight2"):
+        other.load_state_dict({**saved, "weight2": saved["weight2"][:-1]})
 
 
 def test_gradients_in_main_grad() -> None:
@@ -501,6 +562,12 @@ def test_experts_of_sorted_rows() -> None:
         torch.testing.assert_close(output[row], probs[row] * (experts.weight2[expert] @ (F.silu(gate) * value)))
     assert not output[8].any()  # past the last expert's
     assert experts(rows[:0], torch.zeros(EXPERTS, dtype=torch.int64), probs[:0])[0].shape == (0, HIDDEN)
+    for counts in ([2, 0, 5], [2, 0, 5, 1, 1]):  # rows past the last of too few went to the next expert
+        with pytest.raises(ValueError, match="expected a number for each of 4 experts"):
+            experts(rows, torch.tensor(counts), probs)
+    for counts in ([2, 0, 5, 3], [3, -1, 2, 1]):
+        with pytest.raises(ValueError, match=r"tokens_per_expert=\[.*does not fit 9 rows"):
+            experts(rows, torch.tensor(counts), probs)
 
 
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(moe.MoEOptions)])
@@ -533,6 +600,14 @@ def test_options_of_the_wrong_type_are_refused_by_name(name: str) -> None:
         ({"moe_router_num_groups": 4, "moe_router_group_topk": 1}, "which they must hold"),
         ({"moe_layer_freq": [1, 2]}, "moe_layer_freq must have a 0 or 1 for each of 2 layers"),
         ({"moe_layer_freq": 0}, "moe_layer_freq must be positive"),
+        ({"moe_ffn_hidden_size": 0}, "moe_ffn_hidden_size must be an integer of at least 1"),
+        ({"moe_shared_expert_intermediate_size": 0}, "moe_shared_expert_intermediate_size must be an integer of at le"),
+        ({"moe_router_num_groups": 0, "moe_router_group_topk": 1}, "moe_router_num_groups must be an integer of at le"),
+        ({"moe_aux_loss_coeff": math.nan}, "moe_aux_loss_coeff must be finite and at least 0, got nan"),
+        ({"moe_z_loss_coeff": -0.1}, "moe_z_loss_coeff must be finite and at least 0"),
+        ({"moe_input_jitter_eps": -0.1}, "moe_input_jitter_eps must be finite and at least 0"),
+        ({"moe_router_topk_scaling_factor": math.inf}, "moe_router_topk_scaling_factor must be finite"),
+        ({"moe_router_bias_update_rate": -1e-3}, "moe_router_bias_update_rate must be finite and at least 0"),
     ],
     ids=str,
 )
@@ -546,6 +621,9 @@ def test_other_refusals() -> None:
         config(moe_grouped_gem=True)
     with pytest.raises(ModuleNotFoundError, match="DeepEP"):
         moe.MoELayer(config(moe_token_dispatcher_type="flex"))
+    for shape in ((5, 2, HIDDEN + 1), ()):
+        with pytest.raises(ValueError, match=r"hidden_states has shape \[.*expected \[..., 8\]"):
+            moe.MoELayer(config())(torch.zeros(shape, dtype=torch.float64))
     with pytest.raises(ValueError, match="num_moe_experts is None"):
         moe.MoELayer(config(num_moe_experts=None))
     with pytest.raises(TypeError, match=r"pg_collection must have the process groups tp, ep.*it lacks \['tp', 'ep'"):

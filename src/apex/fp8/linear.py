@@ -48,8 +48,9 @@ def linear(
     if autocast is on, else the input's. If a size is no multiple of 16 (of 128 for "blockwise", 32 for "mxfp8"), which
     GPUs do not support, the product is computed in the usual dtype. Without a GPU the float8 products are emulated;
     "mxfp8" is emulated everywhere. `history`, for delayed scaling, is a float32 tensor of 3 x steps, initially zero,
-    which both passes change. `power_of_2` rounds the scales of "blockwise" to powers of two. `gradients` is the format
-    of the output's gradient, "e4m3" or "e5m2"; by default e5m2 if a matrix has one scale, else e4m3.
+    which both passes change, unless gradients are off. `power_of_2` rounds the scales of "blockwise" to powers of two.
+    `gradients` is the format of the output's gradient, "e4m3" or "e5m2"; by default e5m2 if a matrix has one scale,
+    else e4m3.
     """
     check_scaling(scaling, power_of_2, gradients)
     if (scaling == "delayed") != (history is not None):
@@ -69,6 +70,8 @@ def linear(
             _report_rows(scaling, rows, weight.shape)
         # The float8 products take weights of another dtype than the input's, such as float32 with bfloat16.
         return F.linear(input, weight.to(input.dtype), None if bias is None else bias.to(input.dtype))
+    if history is not None and not torch.is_grad_enabled():
+        history = history.clone()  # evaluations, and first passes that are recomputed, are no steps
     flat = input.reshape(rows, -1)
     number = _gradient_format(scaling, gradients, input.device)
     if scaling == "blockwise":
@@ -115,6 +118,8 @@ def _check_shapes(input: Tensor, weight: Tensor, bias: Tensor | None, history: T
         raise ValueError(f"bias is {bias.dtype} {list(bias.shape)}, expected floats of shape {list(weight.shape[:1])}")
     if history is not None and (history.dtype != torch.float32 or history.dim() != 2 or history.shape[0] != 3):
         raise ValueError(f"history is {history.dtype} {list(history.shape)}, expected float32 of shape [3, steps]")
+    if history is not None and not history.shape[1]:
+        raise ValueError("history has no steps, expected at least one column")
 
 
 def check_scaling(scaling: str, power_of_2: bool = False, gradients: str | None = None) -> None:

@@ -77,12 +77,13 @@ def finalize_model_grads(model: nn.Module | Sequence[nn.Module], *, data_paralle
 def _update_routers(routers: Sequence[TopKRouter]) -> None:
     """Update the biases of routers by the tokens that their experts got, in one exchange for all."""
     biased = [router for router in routers if router.expert_bias is not None]
-    for number in dict.fromkeys(router.num_experts for router in biased):
-        alike = [router for router in biased if router.num_experts == number]
+    kinds = [(router.num_experts, router.config.moe_router_bias_update_rate) for router in biased]
+    for kind in dict.fromkeys(kinds):
+        alike = [router for router, other in zip(biased, kinds, strict=True) if other == kind]
         bias = torch.stack([router.expert_bias for router in alike if router.expert_bias is not None])
         # A router without a backward pass has counted nothing, and has no tensor.
         counts = torch.stack([torch.zeros_like(bias[0]) + router.local_tokens_per_expert for router in alike])
-        updated = get_updated_expert_bias(counts, bias, alike[0].config.moe_router_bias_update_rate)
+        updated = get_updated_expert_bias(counts, bias, kind[1])
         for router, row in zip(alike, updated, strict=True):
             router.expert_bias.copy_(row)  # type: ignore[union-attr]
     for router in routers:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from ..ops._checks import values_at_hand
+
 
 @dataclass
 class PackedSeqParams:
@@ -33,10 +35,14 @@ class PackedSeqParams:
         bounds = self.cu_seqlens_q if self.cu_seqlens_q_padded is None else self.cu_seqlens_q_padded
         if bounds is None or self.max_seqlen_q is None:
             raise ValueError("PackedSeqParams needs cu_seqlens_q and max_seqlen_q")
-        keys = self.cu_seqlens_kv if self.cu_seqlens_kv_padded is None else self.cu_seqlens_kv_padded
-        if keys is not None and keys is not bounds and keys.shape != bounds.shape:
-            raise ValueError(
-                f"cu_seqlens_kv has shape {list(keys.shape)}, cu_seqlens_q {list(bounds.shape)}: keys of "
-                "self-attention have the bounds of the queries"
-            )
+        pairs = (self.cu_seqlens_q, self.cu_seqlens_kv), (self.cu_seqlens_q_padded, self.cu_seqlens_kv_padded)
+        for queries, keys in pairs:
+            if queries is None or keys is None or keys is queries:
+                continue
+            values = [values_at_hand(each) for each in (queries, keys)]
+            if keys.shape != queries.shape or (None not in values and values[0] != values[1]):
+                raise ValueError(
+                    f"cu_seqlens_kv is {values[1]} of shape {list(keys.shape)}, cu_seqlens_q {values[0]} of shape "
+                    f"{list(queries.shape)}: keys of self-attention have the bounds of the queries"
+                )
         return bounds, int(self.max_seqlen_q)

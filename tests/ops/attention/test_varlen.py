@@ -295,6 +295,18 @@ def test_autocast_computes_in_its_dtype(route: Route) -> None:
     assert_close(output, exact(case, tensors, bounds)[0][0])
 
 
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("size", [13, 2**31 - 1, 2**31, 2**63])
+def test_windows_longer_than_sequences_hide_nothing(size: int, route: Route) -> None:
+    """Positions plus numbers near 2^31 overflowed in kernels."""
+    tensors, bounds = Case("window", (13, 1, 5), (2, 1)).tensors(route.device)
+    with _library.implementation(route.implementation):
+        for options in ({}, CAUSAL):
+            expected = run(tensors, bounds, options)
+            for window in ((size, size), (size, -1), (-1, size)):
+                torch.testing.assert_close(run(tensors, bounds, {**options, "window_size": window}), expected)
+
+
 EQUAL_CASES = [
     Case("one", (21,), (4, 2), options=CAUSAL, dtype=torch.bfloat16),
     Case("several", (20, 20, 20), (4, 2), options=CAUSAL, dtype=torch.bfloat16),
@@ -356,6 +368,7 @@ def _call(shape=(4, 2, 8), key=(4, 2, 8), edges=(0, 4), longest=4, **options):
         ({"longest": 3}, "max_seqlen_q=3"),
         ({"cu_seqlens_k": torch.tensor([0, 2, 4]), "max_seqlen_k": 2}, "must be equal"),
         ({"cu_seqlens_k": torch.tensor([0, 4]), "max_seqlen_k": 2}, "max_seqlen_k=2"),
+        ({"max_seqlen_k": 3}, "max_seqlen_k=3 is less than max_seqlen_q=4"),
         ({"window_size": (1,)}, "window_size="),
         ({"window_size": (-2, 0)}, "window_size="),
         ({"scale": -1.0}, "scale=-1.0"),

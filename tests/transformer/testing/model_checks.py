@@ -349,8 +349,15 @@ def mistakes_are_named(rank: int) -> None:
             message = rf"position_ids has positions from 1 to {LENGTH}; 0 to {LENGTH - 1} are accepted"
             with pytest.raises(ValueError, match=message):
                 model(words, positions)
+            with pytest.raises(ValueError, match='position_ids are for position_embedding="learned"'):
+                gpt(config=config_of(1, position_embedding="rope"))(words, positions - positions % 4)
         assert model(words, positions - 1).shape == (1, LENGTH, WORDS)
-        assert gpt(config=config_of(1, position_embedding="rope"))(longer).shape[1] == 2 * LENGTH
+        rotated = gpt(config=config_of(1, position_embedding="rope"))
+        assert rotated(longer).shape[1] == 2 * LENGTH
+        assert torch.equal(rotated(words, positions - 1), rotated(words))
+        for mask in (torch.ones_like(words)[:, None, None], torch.ones_like(words)[:, 1:]):
+            with pytest.raises(ValueError, match=r"attention_mask has shape \[.*expected the words' \[batch, words\]"):
+                BertModel(0, False, config=config_of(1)).to(words.device)(words, mask)
         for types, given, message in (
             (2, None, r"tokentype_ids is None, and the model has num_tokentypes=2: .*torch\.zeros_like"),
             (0, torch.zeros_like(words), r"tokentype_ids is given, and the model has num_tokentypes=0"),

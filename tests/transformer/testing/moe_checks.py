@@ -176,6 +176,27 @@ def refusals(rank: int) -> None:
         MoELayer(config_of(2, **EXPERTS))
 
 
+def fully_sharded(rank: int) -> None:
+    """Router, experts and layer may each be sharded by FSDP2."""
+    if dist.get_world_size() != 2:
+        return
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh, x = init_device_mesh("cpu", (2,)), torch.arange(8 * 32, dtype=torch.float64).sin().view(2, 4, 1, 32)
+    for kind in ("allgather", "alltoall"):
+        options = {**EXPERTS, "moe_token_dispatcher_type": kind}
+        whole, layer = (MoELayer(config_of(2, **options)) for _ in range(2))
+        for module in (layer.router, layer.experts, layer):
+            fully_shard(module, mesh=mesh)
+        torch.stack([whole(each)[0].sum() for each in x]).mean().backward()
+        output = layer(x[rank])[0]
+        output.sum().backward()
+        torch.testing.assert_close(output, whole(x[rank])[0], rtol=0, atol=1e-12)
+        for (name, parameter), expected in zip(layer.named_parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad.full_tensor(), expected.grad, rtol=0, atol=1e-12, msg=name)
+
+
 def random_streams(rank: int) -> None:
     """Ranks with the same part of the same experts share a stream; others have their own."""
     with groups(Layout(expert=2, expert_tensor=1)):
@@ -189,4 +210,4 @@ def random_streams(rank: int) -> None:
 CHECKS: dict[str, Any] = {
     f"case {number}": functools.partial(check, number) for number in range(max(map(len, LAYOUTS.values())))
 }
-CHECKS |= {each.__name__: each for each in (resharding, refusals, random_streams)}
+CHECKS |= {each.__name__: each for each in (resharding, refusals, fully_sharded, random_streams)}

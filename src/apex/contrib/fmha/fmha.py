@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -44,8 +46,8 @@ class FMHA(nn.Module):
         self.p_dropout = config.attention_probs_dropout_prob
         self.h = config.num_attention_heads
         self.hidden_size = config.hidden_size
-        self.d = self.hidden_size // self.h
-        if self.d * self.h != self.hidden_size:
+        self.d = self.hidden_size // max(self.h, 1)
+        if self.h < 1 or self.d * self.h != self.hidden_size:
             raise ValueError(
                 f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads={self.h}; every head has as "
                 "many elements as any other"
@@ -56,7 +58,7 @@ class FMHA(nn.Module):
     ) -> Tensor:
         """Map `qkv` [total, 3 * hidden size], ordered queries, keys, values, to [total, hidden size]."""
         check_tensors(qkv=qkv)
-        if qkv.numel() % (3 * self.hidden_size):
+        if 3 * self.hidden_size not in accumulate(reversed(qkv.shape), operator.mul):  # whole rows, in any dimensions
             expected = f"[total, 3 * hidden_size = {3 * self.hidden_size}]"
             raise ValueError(f"qkv has shape {list(qkv.shape)}, expected {expected}")
         context = packed_attention(

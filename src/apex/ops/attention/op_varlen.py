@@ -60,10 +60,15 @@ def varlen_attention(
     own_keys = cu_seqlens_k is not None
     if cu_seqlens_k is None:
         cu_seqlens_k = cu_seqlens_q
+        if max_seqlen_k is not None and integer("max_seqlen_k", max_seqlen_k) < max_seqlen_q:
+            raise ValueError(
+                f"max_seqlen_k={max_seqlen_k} is less than max_seqlen_q={max_seqlen_q}; without cu_seqlens_k keys have "
+                "the lengths of the queries"
+            )
     if max_seqlen_k is None:
         max_seqlen_k = max_seqlen_q
     edges = _check(query, key, value, (cu_seqlens_q, max_seqlen_q), (cu_seqlens_k, max_seqlen_k), own_keys)
-    left, right = _window(window_size, causal)
+    left, right = _window(window_size, causal, max_seqlen_q, max_seqlen_k)
     if not 0.0 <= number("dropout_p", dropout_p) < 1.0:
         raise ValueError(f"dropout_p={dropout_p} is not in [0, 1)")
     if scale is None:
@@ -104,20 +109,23 @@ class _WithLse(torch.autograd.Function):
         return *VARLEN_ATTENTION.backward_from_saved(ctx, dout), *(None,) * 10
 
 
-def _window(window_size: tuple[int, int], causal: bool) -> tuple[int, int]:
-    """Return how many keys before and after its own position a query sees, -1 for all."""
+def _window(window_size: tuple[int, int], causal: bool, longest: int, longest_keys: int) -> tuple[int, int]:
+    """Return how many keys before and after its own position a query sees, -1 for all.
+
+    A window of at least all keys is -1, because sums of a position and a number near 2^31 overflow in kernels.
+    """
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise ValueError(f"window_size={window_size!r} must be (left, right), -1 for all keys")
     left, right = (integer("window_size", size) for size in window_size)
     if min(left, right) < -1:
         raise ValueError(f"window_size={tuple(window_size)} must be (left, right), each at least 0, or -1 for all keys")
+    left = -1 if left > 0 and left >= longest_keys else left
+    right = -1 if right > 0 and right >= longest else right
     return left, 0 if causal else right
 
 
-def _check(
-    query: Tensor, key: Tensor, value: Tensor, queries: tuple[Tensor, int], keys: tuple[Tensor, int], own_keys: bool
-) -> tuple[list[int] | None, list[int] | None]:
-    """Raise for arguments that do not fit together; return the bounds that the host can read without waiting."""
+def check_heads(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Raise for tensors [rows, heads, head size] that are no query, key and value of one attention."""
     check_floats(query=query, key=key, value=value)
     dtype, device = query.dtype, query.device
     shape, key_shape, value_shape = tuple(query.shape), tuple(key.shape), tuple(value.shape)
@@ -134,26 +142,37 @@ def _check(
             f"query has {query.shape[1]} heads of {query.shape[2]}, key {key.shape[1]} of {key.shape[2]}; heads must "
             "have equal sizes, and the query's number must be a multiple of the key's"
         )
-    named, at_hand = (("q", query, *queries), ("k", key, *keys)), []
-    for letter, tensor, bounds, longest in named if own_keys else named[:1]:
-        name = f"cu_seqlens_{letter}"
-        check_tensors(**{name: bounds})
-        if bounds.dim() != 1 or not bounds.shape[0]:
-            raise ValueError(f"{name} has shape {list(bounds.shape)}; it must be [sequences + 1]")
-        if bounds.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"{name} is {bounds.dtype}; int32 and int64 are accepted")
-        if bounds.device != device and not on_host(bounds):
-            raise ValueError(f"{name} is on {bounds.device}, query on {device}")
-        integer(f"max_seqlen_{letter}", longest)
-        edges = values_at_hand(bounds)
-        at_hand.append(edges)
-        if edges is None:
-            continue
-        lengths = [end - start for start, end in pairwise(edges)]
-        if edges[0] != 0 or edges[-1] > tensor.shape[0] or min(lengths, default=0) < 0:
-            raise ValueError(f"{name}={edges} must grow from 0 to at most the {tensor.shape[0]} rows it bounds")
-        if lengths and max(lengths) > longest:
-            raise ValueError(f"max_seqlen_{letter}={longest} is less than the longest sequence, {max(lengths)} rows")
+
+
+def check_bounds(name: str, bounds: Tensor, longest: int, rows: int, device: torch.device) -> list[int] | None:
+    """Raise for bounds cu_seqlens_NAME of `rows` rows; return the bounds that the host can read without waiting."""
+    longest_name, name = f"max_seqlen{name}", f"cu_seqlens{name}"
+    check_tensors(**{name: bounds})
+    if bounds.dim() != 1 or not bounds.shape[0]:
+        raise ValueError(f"{name} has shape {list(bounds.shape)}; it must be [sequences + 1]")
+    if bounds.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} is {bounds.dtype}; int32 and int64 are accepted")
+    if bounds.device != device and not on_host(bounds):
+        raise ValueError(f"{name} is on {bounds.device}, query on {device}")
+    integer(longest_name, longest)
+    edges = values_at_hand(bounds)
+    if edges is None:
+        return None
+    lengths = [end - start for start, end in pairwise(edges)]
+    if edges[0] != 0 or edges[-1] > rows or min(lengths, default=0) < 0:
+        raise ValueError(f"{name}={edges} must grow from 0 to at most the {rows} rows it bounds")
+    if lengths and max(lengths) > longest:
+        raise ValueError(f"{longest_name}={longest} is less than the longest sequence, {max(lengths)} rows")
+    return edges
+
+
+def _check(
+    query: Tensor, key: Tensor, value: Tensor, queries: tuple[Tensor, int], keys: tuple[Tensor, int], own_keys: bool
+) -> tuple[list[int] | None, list[int] | None]:
+    """Raise for arguments that do not fit together; return the bounds that the host can read without waiting."""
+    check_heads(query, key, value)
+    edges = check_bounds("_q", *queries, query.shape[0], query.device)
+    edges_k = check_bounds("_k", *keys, key.shape[0], query.device) if own_keys else edges
     if keys[0].shape != queries[0].shape:
         shapes = f"{list(queries[0].shape)} and {list(keys[0].shape)}"
         raise ValueError(f"cu_seqlens_q and cu_seqlens_k have shapes {shapes}; they must be equal")
@@ -161,7 +180,7 @@ def _check(
         raise ValueError(
             f"query has {query.shape[0]} rows, key {key.shape[0]}; without cu_seqlens_k they must be equal"
         )
-    return at_hand[0], at_hand[-1]
+    return edges, edges_k
 
 
 def _batch_size(

@@ -17,6 +17,7 @@ from ._rows import rows_of_all_ranks, rows_of_chunks
 
 def _all_to_all(tensor: Tensor, group: Any) -> Tensor:
     """Send part r of the first dimension to rank r; return the received parts in the order of ranks."""
+    exchange.check_alike(tensor, group, "the all-to-all of context-parallel heads")
     through_host = dist.get_backend(group) == dist.Backend.GLOO and not on_host(tensor)
     sent = (tensor.to(HOST) if through_host else tensor).contiguous()
     received = torch.empty_like(sent)

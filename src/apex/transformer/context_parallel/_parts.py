@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...ops._checks import values_at_hand
 from .. import parallel_state
 
 
@@ -32,13 +31,20 @@ def own_chunks(tensor: Tensor, dim: int, ranks: int, rank: int) -> Tensor:
     return torch.cat((chunks[rank], chunks[2 * ranks - 1 - rank]), dim)
 
 
-def check_documents(bounds: Tensor, ranks: int) -> None:
-    """Raise ValueError if a document cannot be cut into 2 * `ranks` chunks, when the host can read the bounds."""
-    if ranks == 1:
+def check_documents(edges: list[int] | None, rows: int, ranks: int) -> None:
+    """Raise ValueError for bounds of documents that `ranks` cannot cut into two chunks each, or that leave rows over.
+
+    `edges` are None if the host cannot read them.
+    """
+    if ranks == 1 or edges is None:
         return
-    edges = values_at_hand(bounds)
-    if edges is not None and any(edge % (2 * ranks) for edge in edges):
+    if any(edge % (2 * ranks) for edge in edges):
         raise ValueError(
             f"cu_seqlens={edges} has documents that cannot be cut into {2 * ranks} equal chunks, two for each of the "
             f"{ranks} context-parallel ranks: pad each to a multiple of {2 * ranks}"
+        )
+    if edges[-1] != rows:
+        raise ValueError(
+            f"cu_seqlens={edges} must end with the {rows} rows of all {ranks} context-parallel ranks: give rows behind "
+            "the last document to a document of padding"
         )

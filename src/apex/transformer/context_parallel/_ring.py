@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..._distributed import exchange
 from ..._failures import explained
 from ...ops._host import HOST, on_host
 from ...ops.attention.op_blocks import Block
@@ -151,6 +152,7 @@ class RingAttention(torch.autograd.Function):
         place = (dist.get_world_size(group), dist.get_rank(group))
         plan = Plan(bounds, total, longest, scale, causal, *place, sequences)
         travelling = torch.stack((key, value))
+        exchange.check_alike(travelling, group, "ring attention's keys and values")
         merged = Merged(plan.places)
         for number in range(plan.ranks):
             passing = Passing(travelling, group) if number + 1 < plan.ranks else None

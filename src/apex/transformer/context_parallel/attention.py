@@ -10,6 +10,8 @@ from torch import Tensor
 
 from ..._arguments import checked
 from ...ops.attention import varlen_attention
+from ...ops.attention.op_common import autocast_dtype
+from ...ops.attention.op_varlen import check_bounds, check_heads
 from .. import parallel_state
 from ._exchange import all_gather_attention, all_to_all_attention
 from ._parts import check_documents
@@ -59,9 +61,15 @@ def context_attention(
     if group is None and not parallel_state.is_unitialized():
         group = parallel_state.get_context_parallel_group()
     ranks = 1 if group is None else dist.get_world_size(group)
+    dtype = autocast_dtype(query)
+    if dtype is not None:
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     (query_rows, key_rows, value_rows), layout = _packed((query, key, value), ranks, cu_seqlens, max_seqlen)
     bounds, _, longest = layout
-    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    if scale is None:
+        scale = 1 / math.sqrt(query.shape[-1])
+    elif not 0.0 < scale < math.inf:
+        raise ValueError(f"scale={scale} must be positive and finite")
     masks: dict[str, Any] = {
         "causal": causal,
         "scale": scale,
@@ -83,10 +91,20 @@ def _packed(
 ) -> tuple[list[Tensor], tuple[Tensor, int, int]]:
     """Return tensors as packed rows, and bounds, number of rows and greatest length of the whole sequences."""
     query = tensors[0]
+    for name, tensor in zip(("key", "value"), tensors[1:], strict=True):
+        if tensor.shape[:-2] != query.shape[:-2]:
+            raise ValueError(
+                f"{name} has shape {list(tensor.shape)}, query {list(query.shape)}; they may differ in heads only"
+            )
     if cu_seqlens is not None:
-        check_documents(cu_seqlens, ranks)
+        check_heads(*tensors)
         total = query.shape[0] * ranks
-        return [tensor.contiguous() for tensor in tensors], (cu_seqlens.long(), total, max_seqlen or total)
+        longest = total if max_seqlen is None else max_seqlen
+        edges = check_bounds("", cu_seqlens, longest, total, query.device)
+        check_documents(edges, total, ranks)
+        if ranks > 1:  # one rank may know the lengths on the host
+            cu_seqlens = cu_seqlens.to(query.device, non_blocking=True)
+        return [tensor.contiguous() for tensor in tensors], (cu_seqlens.long(), total, longest)
     length, batch = query.shape[0], query.shape[1]
     if ranks > 1 and length % 2:
         raise ValueError(
@@ -95,4 +113,5 @@ def _packed(
         )
     bounds = equal_bounds(batch, length * ranks, query.device)
     rows = [tensor.transpose(0, 1).flatten(0, 1).contiguous() for tensor in tensors]
+    check_heads(*rows)
     return rows, (bounds, batch * length * ranks, length * ranks)

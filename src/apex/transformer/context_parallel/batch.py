@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..._arguments import checked
+from ..._arguments import Count, Index, checked
+from ...ops.attention.op_varlen import check_bounds
 from ..packed_seq_params import PackedSeqParams
 from ._parts import check_documents, own_chunks, size_and_rank
 from ._rows import rows_of_rank
@@ -30,7 +31,7 @@ def get_batch_on_this_cp_rank(
         return dict(batch)
     return {
         name: own_chunks(value, 2 if name == "attention_mask" and value.dim() > 2 else 1, ranks, rank)
-        if isinstance(value, Tensor) and value.dim() > 1
+        if _is_split(value)
         else value
         for name, value in batch.items()
     }
@@ -49,8 +50,8 @@ def get_thd_batch_on_this_cp_rank(
     cu_seqlens: Tensor,
     cu_seqlens_padded: Tensor | None,
     max_seqlen: Any,
-    cp_size: int | None = None,
-    cp_rank: int | None = None,
+    cp_size: Count | None = None,
+    cp_rank: Index | None = None,
 ) -> tuple[dict[str, Any], PackedSeqParams]:
     """Return this rank's part of packed documents [1, rows], and their bounds for the model.
 
@@ -61,10 +62,19 @@ def get_thd_batch_on_this_cp_rank(
     ranks, rank = size_and_rank(None)
     ranks = ranks if cp_size is None else cp_size
     rank = rank if cp_rank is None else cp_rank
+    if rank >= ranks:
+        raise ValueError(f"cp_rank={rank} must be less than cp_size={ranks}")
     cu_seqlens, longest = cu_seqlens.flatten(), int(max_seqlen)
     padded = None if cu_seqlens_padded is None else cu_seqlens_padded.flatten()
+    if padded is not None and padded.shape != cu_seqlens.shape:
+        raise ValueError(
+            f"cu_seqlens_padded has {len(padded)} bounds, cu_seqlens {len(cu_seqlens)}: both are of the same documents"
+        )
     bounds = cu_seqlens if padded is None else padded
-    check_documents(bounds, ranks)
+    whole = {value.shape[1] for value in batch.values() if _is_split(value)}
+    edges = check_bounds("" if padded is None else "_padded", bounds, longest, min(whole, default=2**62), bounds.device)
+    for total in whole or {edges[-1] if edges else 0}:
+        check_documents(edges, total, ranks)
     params = PackedSeqParams(
         cu_seqlens_q=cu_seqlens,
         cu_seqlens_kv=cu_seqlens,
@@ -78,7 +88,7 @@ def get_thd_batch_on_this_cp_rank(
     rows: dict[int, Tensor] = {}
 
     def own(value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.dim() < 2:
+        if not _is_split(value):
             return value
         total = value.shape[1]
         if total not in rows:
@@ -86,3 +96,7 @@ def get_thd_batch_on_this_cp_rank(
         return value.index_select(1, rows[total].to(value.device))
 
     return {name: own(value) for name, value in batch.items()}, params
+
+
+def _is_split(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 1

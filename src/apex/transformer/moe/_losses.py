@@ -30,8 +30,9 @@ def switch_load_balancing_loss_func(
 
 
 def z_loss_func(logits: Tensor, z_loss_coeff: float) -> Tensor:
-    """Return coeff * the mean over tokens of logsumexp(logits)^2."""
-    return torch.logsumexp(logits.to(compute_dtype(logits)), -1).square().mean() * z_loss_coeff
+    """Return coeff * the mean over tokens of logsumexp(logits)^2; zero without tokens."""
+    squares = torch.logsumexp(logits.to(compute_dtype(logits)), -1).square()
+    return squares.sum() * (z_loss_coeff / max(squares.numel(), 1))
 
 
 class MoEAuxLossAutoScaler(torch.autograd.Function):

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...ops._checks import at_hand
 from ...ops._library import compute_dtype
 
 
@@ -25,9 +26,14 @@ def permute(
     `drop_and_pad` needs it, and gives each expert the same number of rows. There is one implementation, for either
     value of `fused`.
     """
+    _check_map(tokens.shape[0], routing_map, probs)
     experts_first = routing_map.t().reshape(-1)
     if drop_and_pad and (num_out_tokens is None or num_out_tokens % routing_map.shape[1]):
         raise ValueError(f"drop_and_pad needs num_out_tokens, a multiple of the experts, got {num_out_tokens}")
+    if num_out_tokens is not None and (
+        num_out_tokens < 0 or (at_hand(routing_map) and num_out_tokens > int(routing_map.count_nonzero()))
+    ):
+        raise ValueError(f"num_out_tokens={num_out_tokens} must be at most the number of choices in routing_map")
     if num_out_tokens is None:
         chosen = experts_first.nonzero().squeeze(1)
     else:
@@ -51,10 +57,16 @@ def unpermute(
     `sorted_indices` is the token of each row, from `permute`. Sums have the same order each time, in float32 for half
     precision. There is one implementation, for either value of `fused` and of `drop_and_pad`.
     """
+    if len(restore_shape) != 2 or permuted_tokens.shape != (*sorted_indices.shape, restore_shape[1]):
+        raise ValueError(
+            f"permuted_tokens has shape {list(permuted_tokens.shape)}, which does not fit {sorted_indices.numel()} "
+            f"sorted_indices and restore_shape={list(restore_shape)}, [tokens, hidden size]"
+        )
     rows = permuted_tokens.to(compute_dtype(permuted_tokens))
     if probs is not None:
         if routing_map is None:
             raise ValueError("probs needs routing_map, the map that permute got")
+        _check_map(restore_shape[0], routing_map, probs)
         experts_first = routing_map.t().reshape(-1).logical_not().to(torch.uint8)
         chosen = experts_first.sort(stable=True).indices[: sorted_indices.shape[0]]
         rows = rows * probs.t().reshape(-1)[chosen].to(rows.dtype)[:, None]
@@ -78,11 +90,21 @@ def sort_chunks_by_idxs(
     """
     sizes, order = (x.tolist() if isinstance(x, Tensor) else list(x) for x in (split_sizes, sorted_idxs))
 
+    if sorted(order) != list(range(len(sizes))):
+        raise ValueError(f"sorted_idxs must name each of {len(sizes)} chunks once, got {order}")
+
     def sorted_chunks(tensor: Tensor) -> Tensor:
         chunks = tensor.split(sizes)
-        return torch.cat([chunks[index] for index in order])
+        return torch.cat([chunks[index] for index in order]) if order else tensor
 
     return sorted_chunks(input), None if probs is None else sorted_chunks(probs)
+
+
+def _check_map(tokens: int, routing_map: Tensor, probs: Tensor | None) -> None:
+    if routing_map.dim() != 2 or routing_map.shape[0] != tokens:
+        raise ValueError(f"routing_map has shape {list(routing_map.shape)}, expected [{tokens} tokens, experts]")
+    if probs is not None and probs.shape != routing_map.shape:
+        raise ValueError(f"probs has shape {list(probs.shape)}, routing_map {list(routing_map.shape)}")
 
 
 def count_rows(index: Tensor, experts: int) -> Tensor:

@@ -28,7 +28,8 @@ def group_limited_topk(
     A group's score is the sum of its best topk / group_topk scores.
     """
     if (
-        num_experts % num_groups
+        num_groups < 1
+        or num_experts % num_groups
         or not 1 <= group_topk <= num_groups
         or topk % group_topk  # a group's score would leave out some of the experts, or be zero
         or topk > group_topk * (num_experts // num_groups)
@@ -54,10 +55,11 @@ def choose(
     expert_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return weights, in float32 or float64, and indices [T, K] of the experts of logits [T, E]."""
-    if score_function not in ("softmax", "sigmoid"):
-        raise ValueError(f'score_function must be "softmax" or "sigmoid", got {score_function!r}')
+    _check_score_function(score_function)
     if expert_bias is not None and score_function != "sigmoid":
         raise ValueError('expert_bias needs score_function="sigmoid"')
+    if expert_bias is not None and expert_bias.shape != logits.shape[1:]:
+        raise ValueError(f"expert_bias has shape {list(expert_bias.shape)}, expected {list(logits.shape[1:])}")
     wide = logits.to(compute_dtype(logits))
 
     def best(scores: Tensor) -> tuple[Tensor, Tensor]:
@@ -119,15 +121,24 @@ def topk_routing_with_score_function(
     over all experts. With "sigmoid" experts are chosen by sigmoid + `expert_bias` and weighted by sigmoids that are
     divided by their sum. There is one implementation, for either value of `fused`.
     """
+    _check_logits(logits, topk)
+    settings = (use_pre_softmax, num_groups, group_topk, scaling_factor, score_function, expert_bias)
+    weight, index = choose(logits, topk, *settings)
+    probs, routing_map = dense(index, weight, logits.shape[1])
+    return probs.to(logits.dtype), routing_map
+
+
+def _check_logits(logits: Tensor, topk: int) -> None:
     check_floats(logits=logits)
     if logits.dim() != 2 or not 1 <= topk <= logits.shape[1]:
         raise ValueError(
             f"logits must be [tokens, experts] with at least topk={topk} experts, got {list(logits.shape)}"
         )
-    settings = (use_pre_softmax, num_groups, group_topk, scaling_factor, score_function, expert_bias)
-    weight, index = choose(logits, topk, *settings)
-    probs, routing_map = dense(index, weight, logits.shape[1])
-    return probs.to(logits.dtype), routing_map
+
+
+def _check_score_function(score_function: str) -> None:
+    if score_function not in ("softmax", "sigmoid"):
+        raise ValueError(f'score_function must be "softmax" or "sigmoid", got {score_function!r}')
 
 
 def compute_routing_scores_for_aux_loss(
@@ -137,6 +148,8 @@ def compute_routing_scores_for_aux_loss(
 
     There is one implementation, for either value of `fused`.
     """
+    _check_logits(logits, topk)
+    _check_score_function(score_function)
     wide = logits.to(compute_dtype(logits))
     if score_function == "sigmoid":
         scores = wide.sigmoid()
@@ -187,5 +200,5 @@ def get_updated_expert_bias(tokens_per_expert: Tensor, expert_bias: Tensor, expe
         group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
         if torch.distributed.get_world_size(group) > 1:
             tokens_per_expert = exchange.sum_over(tokens_per_expert, group, "the number of tokens of each expert")
-    mean = tokens_per_expert.mean(-1, keepdim=True)
+    mean = tokens_per_expert.mean(-1, keepdim=True, dtype=expert_bias.dtype)
     return expert_bias + (mean - tokens_per_expert).sign() * expert_bias_update_rate

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..._arguments import checked
+from ...ops._checks import values_at_hand
 from ...ops._host import HOST
 from ...ops.moe import moe_experts, moe_experts_main_grad
 from .._marks import MarkedModule
@@ -69,11 +70,26 @@ class GroupedMLP(MarkedModule):
             self.weight2[number] = down.chunk(parts, 1)[part]
 
     @checked
-    def forward(self, rows: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
+    def forward(
+        self, rows: Tensor, tokens_per_expert: Tensor | None, probs: Tensor, *, index: Tensor | None = None
+    ) -> tuple[Tensor, None]:
         """Return the results [N, H] of rows sorted by expert, times `probs` [N]; rows past the last expert's are zero.
 
-        With expert tensor parallelism they are this rank's terms of a sum over the ranks.
+        With `index` [T, K], rows are tokens and `probs` [T, K]: return the results of `routed`. With expert tensor
+        parallelism results are this rank's terms of a sum over the ranks.
         """
+        if index is not None:
+            return self.routed(rows, index, probs), None
+        if tokens_per_expert is None:
+            raise ValueError("tokens_per_expert is None: rows sorted by expert need the number of each expert's")
+        if tokens_per_expert.shape != (self.num_local_experts,):
+            raise ValueError(
+                f"tokens_per_expert has shape {list(tokens_per_expert.shape)}, expected a number for each of "
+                f"{self.num_local_experts} experts"
+            )
+        counts = values_at_hand(tokens_per_expert)
+        if counts is not None and (min(counts, default=0) < 0 or sum(counts) > rows.shape[0]):
+            raise ValueError(f"tokens_per_expert={counts} does not fit {rows.shape[0]} rows")
         ends = tokens_per_expert.to(rows.device).cumsum(0)
         numbers = torch.arange(rows.shape[0], dtype=ends.dtype, device=rows.device)
         index = torch.searchsorted(ends, numbers, right=True)
@@ -91,8 +107,9 @@ def _from_megatron(module: GroupedMLP, state_dict: dict[str, Tensor], prefix: st
     """Convert Megatron's layout, the memory of [E, H, 2F] and [E, F, H] with the shapes of matrices."""
     for name in ("weight1", "weight2"):
         saved = state_dict.get(prefix + name)
-        if saved is not None and saved.dim() == 2:
-            rows = getattr(module, name).shape[2]
+        weight = getattr(module, name)
+        if saved is not None and saved.dim() == 2 and saved.numel() == weight.numel():
+            rows = weight.shape[2]
             state_dict[prefix + name] = saved.reshape(module.num_local_experts, rows, -1).transpose(1, 2).contiguous()
 
 

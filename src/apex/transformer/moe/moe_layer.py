@@ -67,12 +67,12 @@ class MoELayer(nn.Module):
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, None]:
         """Map [sequence, batch, hidden] to the same shape; the second result is None, for a bias."""
         self._check(hidden_states)
-        index, weight = self.router.route(hidden_states)
+        index, weight = self.router(hidden_states, sparse=True)
         dispatcher = self.token_dispatcher
         tokens, probs = dispatcher.token_dispatch(*dispatcher.prepare(hidden_states, index, weight))
-        if isinstance(dispatcher, MoEAllGatherTokenDispatcher) and isinstance(self.experts, GroupedMLP):
+        if isinstance(dispatcher, MoEAllGatherTokenDispatcher) and _sorts_rows(self.experts):
             # The experts take tokens and indices, and sort rows themselves.
-            results = self.experts.routed(tokens, dispatcher.local_index, probs)
+            results = self.experts(tokens, None, probs, index=dispatcher.local_index)[0]
         else:
             rows, counts, probs = dispatcher.dispatch_postprocess(tokens, probs)
             results = dispatcher.combine_preprocess(self.experts(rows, counts, probs)[0])
@@ -80,15 +80,25 @@ class MoELayer(nn.Module):
         return output if self.shared_experts is None else output + self.shared_experts(hidden_states), None
 
     def _check(self, hidden_states: Tensor) -> None:
-        """Raise a ValueError if the input and the weights have different dtypes."""
+        """Raise a ValueError if the input has another size or dtype than the weights."""
+        if hidden_states.shape[-1:] != (self.config.hidden_size,):
+            raise ValueError(
+                f"hidden_states has shape {list(hidden_states.shape)}, expected [..., {self.config.hidden_size}]"
+            )
         if torch.is_autocast_enabled(hidden_states.device.type):
             return
         weights = {"router": self.router.weight} if self.config.moe_router_dtype is None else {}
         if isinstance(self.experts, GroupedMLP):
             weights["experts"] = self.experts.weight1
         for name, weight in weights.items():
-            if weight.dtype != hidden_states.dtype:
+            # FSDP's shards are no plain parameters, and may be gathered in another dtype.
+            if type(weight) is nn.Parameter and weight.dtype != hidden_states.dtype:
                 raise ValueError(
                     f"hidden_states is {hidden_states.dtype} and the weight of the {name} {weight.dtype}: convert one, "
                     "or use autocast"
                 )
+
+
+def _sorts_rows(experts: nn.Module) -> bool:
+    """Return whether experts take indices of tokens: not if a subclass has a forward of its own."""
+    return isinstance(experts, GroupedMLP) and type(experts).forward is GroupedMLP.forward

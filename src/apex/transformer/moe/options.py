@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..._arguments import check_fields
+from ..._arguments import Count, check_fields
 from ...ops._host import HOST
 
 # Distance between the seeds of a layer's modules: router, shared expert, experts. Layers have consecutive seeds.
@@ -23,6 +23,10 @@ _ACCEPTED: dict[str, tuple[Any, ...]] = {
     "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss", "global_aux_loss", "none"),
     "moe_token_drop_policy": ("probs", "position"),
 }
+_NOT_NEGATIVE = (
+    *("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_input_jitter_eps"),
+    *("moe_router_bias_update_rate", "moe_router_topk_scaling_factor"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,17 +47,17 @@ class MoEOptions:
     """
 
     num_moe_experts: int | None = None
-    moe_ffn_hidden_size: int | None = None
+    moe_ffn_hidden_size: Count | None = None
     moe_layer_freq: int | Sequence[int] = 1
-    moe_shared_expert_intermediate_size: int | None = None
+    moe_shared_expert_intermediate_size: Count | None = None
     moe_shared_expert_gate: bool = False
     moe_token_dispatcher_type: str = "allgather"
     moe_router_topk: int = 2
     moe_router_score_function: str = "softmax"
     moe_router_pre_softmax: bool = False
     moe_router_topk_scaling_factor: float | None = None
-    moe_router_num_groups: int | None = None
-    moe_router_group_topk: int | None = None
+    moe_router_num_groups: Count | None = None
+    moe_router_group_topk: Count | None = None
     moe_router_dtype: str | None = None
     moe_router_enable_expert_bias: bool = False
     moe_router_bias_update_rate: float = 1e-3
@@ -71,6 +75,10 @@ class MoEOptions:
         for name, accepted in _ACCEPTED.items():
             if getattr(self, name) not in accepted:
                 raise ValueError(f"{name} must be one of {accepted}, got {getattr(self, name)!r}")
+        for name in _NOT_NEGATIVE:
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < math.inf:
+                raise ValueError(f"{name} must be finite and at least 0, got {value}")
         if self.num_moe_experts is None:
             return
         experts, chosen = self.num_moe_experts, self.moe_router_topk

@@ -89,8 +89,13 @@ class TopKRouter(MarkedModule):
         return self
 
     @checked
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return weights [tokens, experts] and the map of chosen experts, a bool of this shape, of x [..., hidden]."""
+    def forward(self, x: Tensor, *, sparse: bool = False) -> tuple[Tensor, Tensor]:
+        """Return weights [tokens, experts] and the map of chosen experts, a bool of this shape, of x [..., hidden].
+
+        With `sparse`, return the results of `route`: a layer calls its modules, so that hooks and FSDP see the call.
+        """
+        if sparse:
+            return self.route(x)
         weight, index, logits = self._choose(x)
         probs, routing_map = dense(index, weight, self.num_experts)
         if self.config.moe_expert_capacity_factor is not None:

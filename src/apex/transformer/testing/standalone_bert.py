@@ -87,6 +87,11 @@ class BertModel(LanguageModelStage):
         Returns the hidden state for the next stage. The last stage returns a pair: logits [b, s, words], or losses [b,
         s] if `lm_labels` is given, and the binary head's logits [b, 2] or None.
         """
+        if attention_mask.dim() != 2 or (self.pre_process and attention_mask.shape != bert_model_input.shape):
+            raise ValueError(
+                f"attention_mask has shape {list(attention_mask.shape)}, expected the words' [batch, words], zero for "
+                "padding"
+            )
         with self._offloading():
             mask = bert_extended_attention_mask(attention_mask)
             x = self.language_model(bert_model_input, None, mask, tokentype_ids)

@@ -35,8 +35,8 @@ class GPTModel(LanguageModelStage):
 
         Without a mask attention is causal. `reduction="mean"` returns the mean loss; if one rank holds all words, the
         logits are then never materialised as a whole. With `packed_seq_params` the words [1, rows] are packed
-        documents: attention stays within each, and positions begin anew. Labels of -100 have no loss, and the mean
-        leaves them out.
+        documents: attention stays within each, and positions begin anew. `position_ids` are for learned positions;
+        rotations count from 0 in each sequence or document. Labels of -100 have no loss, and the mean leaves them out.
         """
         if reduction not in ("none", "mean"):
             raise ValueError(f'reduction must be "none" or "mean", got {reduction!r}')

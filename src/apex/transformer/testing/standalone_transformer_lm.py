@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ...fused_bias_swiglu import fused_bias_swiglu
 from ...fused_dense import fused_dense_gelu_dense_function
+from ...ops._checks import at_hand
 from ...ops._host import HOST
 from .. import parallel_state, tensor_parallel
 from ..context_parallel._parts import size_and_rank
@@ -255,6 +256,8 @@ class Embedding(nn.Module):
                 "tokentype_ids is given, and the model has num_tokentypes=0: leave it out, or make the model with "
                 "num_tokentypes=2"
             )
+        if position_ids is not None and self.config.position_embedding == "rope":
+            self._check_rotated(input_ids, position_ids, packed_seq_params)
         x = self.word_embeddings(input_ids)
         if self.position_embeddings is not None:
             x = x + self._positions(input_ids, position_ids, packed_seq_params)
@@ -264,6 +267,17 @@ class Embedding(nn.Module):
         if self.config.splits_sequence:
             x = tensor_parallel.scatter_to_sequence_parallel_region(x)
         return dropout(x, self.config.hidden_dropout, self.training, own=self.config.splits_sequence)
+
+    def _check_rotated(self, input_ids: Tensor, position_ids: Tensor, packed: PackedSeqParams | None) -> None:
+        """Raise a ValueError if positions, which rotations do not read, are others than those of the rotations."""
+        if not at_hand(position_ids):
+            return
+        places = positions_of(input_ids.shape[1], packed, position_ids.device)
+        if position_ids.shape[-1:] != places.shape or not bool((position_ids == places).all()):
+            raise ValueError(
+                'position_ids are for position_embedding="learned": with "rope", positions count from 0 in each '
+                "sequence or packed document; leave them out, or give packed_seq_params"
+            )
 
     def _positions(self, input_ids: Tensor, position_ids: Tensor | None, packed: PackedSeqParams | None) -> Tensor:
         """Return the position embeddings, or raise a ValueError that names the positions out of range."""
