@@ -195,13 +195,16 @@ WAYS = (train_sharded, train_with_overflow, train_beside_plain)
 
 
 def like_one_process(name: str) -> Check:
-    """Return a check of an optimizer in every sharding: in each way, or in one way each if it is elementwise."""
+    """Return a check of an optimizer in every sharding: in each way, or in one way each if it is elementwise.
+
+    Further options are checked in one way in each sharding, another one in each.
+    """
     each, first = (1, ELEMENTWISE.index(name)) if name in ELEMENTWISE else (len(WAYS), 0)
 
     def check(rank: int) -> None:
-        for options in MORE_OPTIONS.get(name, [OPTIONS[name]]):
+        for number, options in enumerate(MORE_OPTIONS.get(name, [OPTIONS[name]])):
             make = functools.partial(getattr(optimizers, name), **options)
-            for case, way in pairs(SHARDINGS, WAYS, each, first):
+            for case, way in pairs(SHARDINGS, WAYS, 1 if number else each, first + number):
                 way(rank, case, make)
 
     return check
