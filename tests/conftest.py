@@ -13,12 +13,15 @@ from .support import quick_interpreter
 
 GPU = torch.cuda.is_available()
 
-# Names of files of which one or more take 20 seconds.
+# Names of files of which one or more take ten seconds or longer.
 LONG = (
     "test_checkpoint.py",
     "test_compile.py",
+    "test_context_parallel.py",
+    "test_gradients.py",
     "test_models.py",
     "test_moe_models.py",
+    "test_parallel_state.py",
     "test_pipelines.py",
     "test_processes.py",
     "test_sharded.py",

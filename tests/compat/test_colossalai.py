@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 
 import apex
 from apex.compat import colossalai
+from tests._cli.helpers import run_quickly
 
 # The names that 44 scripts of Colossal-AI 0.5.0 (examples, applications, tests) import, by module.
 NAMES = {
@@ -119,10 +119,6 @@ def test_ordinary_mistakes_stay_attribute_errors() -> None:
     assert not hasattr(apex.utils, "nothing")
 
 
-def run(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, **options)  # type: ignore[call-overload]
-
-
 INSTALLED = """
 import importlib, json, sys
 import apex
@@ -147,8 +143,8 @@ print(json.dumps(found))
 """
 
 
-def test_install_maps_imports_of_the_other_package() -> None:
-    done = run("-c", INSTALLED)
+def test_install_maps_imports_of_the_other_package(tmp_path: Path) -> None:
+    done = run_quickly("-c", INSTALLED, cwd=tmp_path)
     assert not done.returncode, done.stderr
     found = json.loads(done.stdout)
     assert found["same"]
@@ -160,8 +156,9 @@ def test_install_maps_imports_of_the_other_package() -> None:
     assert "there is no module apex.no_such_module" in found["no_such_module"]
 
 
-def test_nothing_is_installed_by_itself() -> None:
-    done = run("-c", "import apex, apex.compat.colossalai, apex.booster\nimport colossalai")
+def test_nothing_is_installed_by_itself(tmp_path: Path) -> None:
+    code = "import apex, apex.compat.colossalai, apex.booster\nimport colossalai"
+    done = run_quickly("-c", code, cwd=tmp_path)
     assert done.returncode == 1
     assert "No module named 'colossalai'" in done.stderr
 
@@ -195,6 +192,7 @@ def test_run_installs_it_in_every_process(tmp_path: Path) -> None:
         "DistCoordinator().print_on_master(f'{sys.argv[1:]} {colossalai.__name__} {helper.value}')\n"
     )
     (tmp_path / "helper.py").write_text("value = 7")
-    done = run("-m", "apex", "run", "--nproc-per-node=1", "--colossalai", str(script), "--flag", "3")
+    options = ("--nproc-per-node=1", "--colossalai", str(script), "--flag", "3")
+    done = run_quickly("-m", "apex", "run", *options, cwd=tmp_path)
     assert not done.returncode, done.stderr
     assert "['--flag', '3'] apex 7" in done.stdout

@@ -254,12 +254,14 @@ BINARIES = ("sm_90", "gfx942")
 PRECISIONS = ("ieee", "tf32", "tf32x3")
 
 
-def cover(launches: list[_launch.Launch], sizes: bool, rules: bool, activations: bool) -> list[_launch.Launch]:
-    """Return launches of every kernel in which each precision of products and each float8 type occurs.
+def cover(
+    launches: list[_launch.Launch], sizes: bool, rules: bool, activations: bool, precisions: bool
+) -> list[_launch.Launch]:
+    """Return launches of every kernel in which each float8 type occurs, and each precision of products.
 
     They have the largest blocks that there are, and the smallest of a kernel comes first. With `activations` each
     activation occurs, with `sizes` each size of the first tensor's elements, and each update rule with `rules`; without
-    that, each combination of types that a rule's state has.
+    that, each combination of types that a rule's state has. Without `precisions` each of these occurs in one kernel.
     """
     found: set[tuple[str, object]] = set()
     taken: list[_launch.Launch] = []
@@ -267,16 +269,18 @@ def cover(launches: list[_launch.Launch], sizes: bool, rules: bool, activations:
         kernel, constants, dtypes, _, _ = _compile_ahead.program(launch)
         names = [constant for constant in constants if isinstance(constant, str)]
         states = [constant for constant in constants if isinstance(constant, tuple) and not rules]
-        wanted = [
+        of_kernel = [
             None,
-            *(name for name in names if name in PRECISIONS or (rules if "." in name else activations)),
+            *(name for name in names if name not in PRECISIONS and (rules if "." in name else activations)),
             *(dtype for dtype in dtypes if str(dtype).startswith("torch.float8")),
             *(str(dtype) for dtype in (states[0] if states else ()) if isinstance(dtype, tl.dtype)),
             *([dtypes[0].itemsize] if sizes else []),
         ]
-        if any((kernel, each) not in found for each in wanted):
+        wanted = {(kernel, each) for each in of_kernel}
+        wanted |= {(kernel if precisions else "", name) for name in names if name in PRECISIONS}
+        if not wanted <= found:
             taken.append(launch)
-            found.update((kernel, each) for each in wanted)
+            found |= wanted
     return taken[::-1]
 
 
@@ -347,11 +351,12 @@ def compile_all(names: list[str], every_launch: bool = False) -> dict[str, dict[
         reports[name] = {"compiled": {}, "failures": []}
         vendor, launches = TARGETS[name].gpu.backend, record_all(TARGETS[name])
         expected[name], left_out = kernels_of(name), FLOAT8_KERNELS if name in NO_FLOAT8 else set()
-        if not every_launch:
-            launches = cover(launches, sizes=not vendors, rules=not vendors, activations=vendor not in vendors)
-            if name not in BINARIES:
-                left_out = {kernel for kernel in _launch.KERNELS if gpu_in_turn(kernel, names) != name}
+        if not every_launch and name not in BINARIES:
+            left_out = {kernel for kernel in _launch.KERNELS if gpu_in_turn(kernel, names) != name}
         launches = [launch for launch in launches if launch.prepared.kernel.name not in left_out]
+        if not every_launch:
+            first = vendor not in vendors
+            launches = cover(launches, not vendors, not vendors, activations=first, precisions=name in BINARIES)
         expected[name] -= left_out
         vendors.add(vendor)
         for launch in launches:

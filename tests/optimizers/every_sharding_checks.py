@@ -161,47 +161,53 @@ def assert_like_whole(params: list[nn.Parameter], exact: list[nn.Parameter]) -> 
         torch.testing.assert_close(found, expected.detach(), **CLOSE)
 
 
+@functools.cache
+def trained_whole(case: str, make: Any, skipped: int | None = None) -> list[nn.Parameter]:
+    """Return the parameters as one process trains them; `make` is cached by its identity."""
+    exact = made(sharded(case).whole_params)
+    train(exact, [step for number, step in enumerate(sharded(case).whole_gradients) if number != skipped], make(exact))
+    return exact
+
+
 def train_sharded(rank: int, case: str, make: Any) -> None:
     """Train sharded parameters alone."""
-    params, gradients, wholes, grads = sharded(case)
-    found, exact = made(params), made(wholes)
-    train(found, gradients, make(found))
-    train(exact, grads, make(exact))
-    assert_like_whole(found, exact)
+    found = made(sharded(case).params)
+    train(found, sharded(case).gradients, make(found))
+    assert_like_whole(found, trained_whole(case, make))
 
 
 def train_with_overflow(rank: int, case: str, make: Any) -> None:
     """Train with scaled losses; all processes skip the step that overflows in one."""
-    params, gradients, wholes, grads = sharded(case)
-    found, exact = made(params), made(wholes)
-    train_scaled(found, gradients, make(found), rank in OVERFLOWS.get(case, (1,)))
-    train(exact, [step for number, step in enumerate(grads) if number != OVERFLOW], make(exact))
-    assert_like_whole(found, exact)
+    found = made(sharded(case).params)
+    train_scaled(found, sharded(case).gradients, make(found), rank in OVERFLOWS.get(case, (1,)))
+    assert_like_whole(found, trained_whole(case, make, OVERFLOW))
 
 
 def train_beside_plain(rank: int, case: str, make: Any) -> None:
     """Train plain parameters beside sharded ones: every second one is whole in every process."""
     params, gradients, wholes, grads = sharded(case)
-    found, exact = made(params), made(wholes)
-    found[::2], mixed = made(wholes)[::2], []
+    found, mixed = made(params), []
+    found[::2] = made(wholes)[::2]
     for step, plain in zip(gradients, grads, strict=True):
         mixed.append([plain[i] if i % 2 == 0 else step[i] for i in range(len(step))])
     train(found, mixed, make(found))
-    train(exact, grads, make(exact))
-    assert_like_whole(found, exact)
+    assert_like_whole(found, trained_whole(case, make))
 
 
 WAYS = (train_sharded, train_with_overflow, train_beside_plain)
 
 
 def like_one_process(name: str) -> Check:
-    """Return a check of an optimizer in every sharding: in each way, or in one way each if it is elementwise."""
+    """Return a check of an optimizer in every sharding: in each way, or in one way each if it is elementwise.
+
+    Further options are checked in one way in each sharding, another one in each.
+    """
     each, first = (1, ELEMENTWISE.index(name)) if name in ELEMENTWISE else (len(WAYS), 0)
 
     def check(rank: int) -> None:
-        for options in MORE_OPTIONS.get(name, [OPTIONS[name]]):
+        for number, options in enumerate(MORE_OPTIONS.get(name, [OPTIONS[name]])):
             make = functools.partial(getattr(optimizers, name), **options)
-            for case, way in pairs(SHARDINGS, WAYS, each, first):
+            for case, way in pairs(SHARDINGS, WAYS, 1 if number else each, first + number):
                 way(rank, case, make)
 
     return check

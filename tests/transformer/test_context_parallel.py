@@ -1,4 +1,4 @@
-"""Context parallelism in two, four and eight processes."""
+"""Context parallelism in two and four processes, and in full grids in eight."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import torch
 from apex.transformer.context_parallel import context_attention
 from apex.transformer.packed_seq_params import PackedSeqParams
 from tests.parallel.processes import run_checks
+from tests.support.grids import full_grids
 
 from . import context_checks
 
 
-@pytest.fixture(scope="module", params=[2, 4, 8])
+@pytest.fixture(scope="module", params=[2, 4, 8] if full_grids() else [2, 4])
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return run_checks(context_checks.__name__, Path(tmp_path_factory.mktemp("context")), processes=request.param)
 

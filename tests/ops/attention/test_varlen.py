@@ -207,7 +207,7 @@ def test_whole_tiles_between_masked_ones(options: dict, route: Route, monkeypatc
     for rule in ("queries_tile", "keys_tile"):
         monkeypatch.setattr(config, rule, lambda *_: config.Tile(16, 16, 4, 1))
     forget_launches()
-    check(Case("", (7, 120, 64), (3, 1), options=options), route)
+    check(Case("", (7, 88), (3, 1), options=options), route)
     forget_launches()
 
 
