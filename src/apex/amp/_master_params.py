@@ -48,7 +48,12 @@ class AmpOptimizerState:
         self.saw_first_backward = False
         # Whether the next step will be skipped.
         self.already_patched = False
+        # Whether gradients are still scaled, because of `delay_unscale`.
         self.params_have_scaled_gradients = False
+        # The scaler of the last `scale_loss` and its index; with `delay_unscale` a copy of a dynamic scale, because the
+        # scale itself may change before the gradients are unscaled.
+        self.scaled_by: tuple[Any, int] = None, 0
+        self.delayed_scale: Tensor | None = None
         # Whether a `scale_loss` of this optimizer is active: its gradients are scaled.
         self.inside_scale_loss = False
         self.has_masters = False

@@ -27,7 +27,7 @@ from ..ops import _graph_numbers
 from ..ops.multi_tensor import scale, zero
 from . import _autocast
 from ._amp_state import _amp_state
-from ._checks import check_flags, check_loss, checked_optimizers
+from ._checks import check_flags, check_known, check_loss, checked_optimizers
 from ._gradient_checks import check_gradients, warn_of_changes
 from ._master_params import AmpOptimizerState, adopt_changes, adopt_frozen, agree
 from .opt import AmpHandle as AmpHandle
@@ -54,8 +54,9 @@ def scale_loss(
     """Yield the loss times its scale, for the backward pass inside; afterwards unscale and check the gradients.
 
     With `delay_unscale` the gradients stay scaled, so that more backward passes can add to them: pass it to all but the
-    last one before a step. `delay_overflow_check` leaves the scale unchanged. `loss_id` is the index of the loss scale
-    if `initialize` made several.
+    last one before a step. Gradients that are unscaled together have the scale of the first of these losses, even if
+    the scale has changed since, or the others have another `loss_id`. `delay_overflow_check` leaves the scale
+    unchanged. `loss_id` is the index of the loss scale if `initialize` made several.
     """
     del model
     if not hasattr(_amp_state, "opt_properties"):
@@ -84,21 +85,32 @@ def scale_loss(
     if len(stashes) != len(optimizer_list):
         checked_optimizers(optimizer_list)
         if not does_nothing or options["master_weights"]:
-            _refuse_unknown(optimizer_list)
+            check_known(optimizer_list)
     if does_nothing:
         with _autocast_off():
             yield loss.float()
         return
-    if any(stash.inside_scale_loss for stash in stashes):
-        if not delay_unscale:
-            raise RuntimeError(
-                "amp.scale_loss was called inside of another one of the same optimizer, and would unscale gradients "
-                "before that one ends: end the first before the second begins, scale the sum of the losses, or give "
-                "delay_unscale=True to the inner one"
-            )
-        # The outer scale_loss has put earlier gradients aside, and handles these gradients when it ends.
+    if any(stash.inside_scale_loss for stash in stashes) and not delay_unscale:
+        raise RuntimeError(
+            "amp.scale_loss was called inside of another one of the same optimizer, and would unscale gradients "
+            "before that one ends: end the first before the second begins, scale the sum of the losses, or give "
+            "delay_unscale=True to the inner one"
+        )
+    delayed_scale = None
+    held = next((stash for stash in stashes if stash.inside_scale_loss or stash.params_have_scaled_gradients), None)
+    if held is not None:
+        (scaler, loss_id), delayed_scale = held.scaled_by, held.delayed_scale
+        for optimizer in optimizer_list:
+            stash = optimizer._amp_stash
+            if stash.params_have_scaled_gradients and stash.delayed_scale is not delayed_scale:
+                _after_backward([optimizer], stash.scaled_by[0], stash.scaled_by[1], stash.delayed_scale)
+                stash.params_have_scaled_gradients = False
+        # An outer scale_loss has put earlier gradients aside, and handles these gradients when it ends.
         stashes = [stash for stash in stashes if not stash.inside_scale_loss]
     scaler.to(loss.device)
+    if delay_unscale and delayed_scale is None and scaler.dynamic:
+        delayed_scale = scaler.scale_tensor().clone()
+    scale_now = scaler.scale_tensor if delayed_scale is None else lambda: delayed_scale
     prepared = []
     for optimizer in optimizer_list:
         if not (optimizer._amp_stash.params_have_scaled_gradients or optimizer._amp_stash.inside_scale_loss):
@@ -106,13 +118,16 @@ def scale_loss(
     for optimizer in prepared:
         optimizer._prepare_amp_backward()
         if optimizer._amp_stash.takes_gradients:
-            optimizer._amp_stash.inner._set_loss_scale(scaler.scale_tensor())
+            optimizer._amp_stash.inner._set_loss_scale(scale_now())
     _overflow_messages.read()
-    with _autocast_off(), scaled_router_losses(scaler.scale_tensor):
+    with _autocast_off(), scaled_router_losses(scale_now):
         for stash in stashes:
             stash.inside_scale_loss = True
+            stash.scaled_by, stash.delayed_scale = (scaler, loss_id), delayed_scale
         try:
-            yield scaler.scaled(loss)
+            with scaler.at_scale(delayed_scale):
+                scaled = scaler.scaled(loss)
+            yield scaled
         except BaseException:
             for optimizer in prepared:
                 restore_grads(optimizer._amp_stash)
@@ -123,30 +138,24 @@ def scale_loss(
         for stash in stashes:
             stash.params_have_scaled_gradients = bool(delay_unscale)
         if not delay_unscale:
-            _after_backward(optimizer_list, scaler, None if delay_overflow_check else loss_id)
+            _after_backward(optimizer_list, scaler, None if delay_overflow_check else loss_id, delayed_scale)
 
 
 @_outside_graphs
 @torch.no_grad()
-def _after_backward(optimizers: list[Any], scaler: LossScaler, loss_id: int | None) -> None:
-    """Unscale gradients and, unless `loss_id` is None, adapt the scale to the overflow flag."""
+def _after_backward(
+    optimizers: list[Any], scaler: LossScaler, loss_id: int | None, delayed_scale: Tensor | None
+) -> None:
+    """Unscale gradients, of `delayed_scale` if it is given, and adapt the scale unless `loss_id` is None."""
     if scaler.dynamic:
         scaler.clear_overflow_state()
     counts: list[NonfiniteCounts] = []
-    for optimizer in optimizers:
-        counts += optimizer._post_amp_backward(scaler) or ()  # a client's own function returns None
+    with scaler.at_scale(delayed_scale):
+        for optimizer in optimizers:
+            counts += optimizer._post_amp_backward(scaler) or ()  # a client's own function returns None
     agree(scaler.found_inf, [optimizer._amp_stash for optimizer in optimizers])
     if loss_id is not None:
         _update_scale(scaler, loss_id, [optimizer._amp_stash for optimizer in optimizers], counts)
-
-
-def _refuse_unknown(optimizers: list[Any]) -> None:
-    """Raise an error for optimizers unknown to amp, such as copies: their steps would not change the model."""
-    for optimizer in optimizers:
-        if not hasattr(optimizer, "_amp_stash"):
-            raise RuntimeError(
-                f"amp.scale_loss was given an optimizer ({type(optimizer).__name__}) that amp.initialize has not seen"
-            )
 
 
 def _autocast_off() -> contextlib.AbstractContextManager[None]:
