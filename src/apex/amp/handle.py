@@ -29,7 +29,7 @@ from . import _autocast
 from ._amp_state import _amp_state
 from ._checks import check_flags, check_known, check_loss, checked_optimizers
 from ._gradient_checks import check_gradients, warn_of_changes
-from ._master_params import AmpOptimizerState, adopt_changes, adopt_frozen, agree
+from ._master_params import AmpOptimizerState, adopt_changes, adopt_frozen, agree, sparse_copy
 from .opt import AmpHandle as AmpHandle
 from .opt import NoOpHandle as NoOpHandle
 from .scaler import LossScaler, NonfiniteCounts, _overflow_messages
@@ -74,9 +74,7 @@ def scale_loss(
         check_flags(delay_unscale=delay_unscale, delay_overflow_check=delay_overflow_check)
     count = len(_amp_state.loss_scalers)
     if not isinstance(loss_id, int) or not -count <= loss_id < count:
-        raise IndexError(
-            f"loss_id={loss_id} is unknown: amp.initialize was called with num_losses={count}, and counting starts at 0"
-        )
+        raise IndexError(f"loss_id={loss_id} is unknown: amp.initialize had num_losses={count}; counting starts at 0")
     scaler: LossScaler = _amp_state.loss_scalers[loss_id]
     optimizer_list = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
     stashes = [optimizer._amp_stash for optimizer in optimizer_list if hasattr(optimizer, "_amp_stash")]
@@ -150,8 +148,13 @@ def _after_backward(
     if scaler.dynamic:
         scaler.clear_overflow_state()
     counts: list[NonfiniteCounts] = []
+    seen: set[Tensor] = set()
     with scaler.at_scale(delayed_scale):
         for optimizer in optimizers:
+            if len(optimizers) > 1:  # a parameter of several optimizers is unscaled once
+                own = set(optimizer._amp_stash.all_fp32_from_fp32_params)
+                optimizer._amp_stash.unscaled_elsewhere = own & seen
+                seen |= own
             counts += optimizer._post_amp_backward(scaler) or ()  # a client's own function returns None
     agree(scaler.found_inf, [optimizer._amp_stash for optimizer in optimizers])
     if loss_id is not None:
@@ -266,12 +269,15 @@ def _unscale(stash: AmpOptimizerState, scaler: LossScaler) -> list[NonfiniteCoun
         own, halves, masters = halves + own, [], []
     accumulated, stash.accumulated_grads = stash.accumulated_grads, {}
     stash.copied_grad = None
+    elsewhere, stash.unscaled_elsewhere = stash.unscaled_elsewhere, set()
     # (parameter, gradient, tensor for the result, earlier gradient) of every pass.
     passes: defaultdict[Any, list[tuple[Tensor, Tensor, Tensor, Any]]] = defaultdict(list)
     sparse: list[tuple[Tensor, Tensor, Tensor | None]] = []
     not_renewed: list[Tensor] = []
     for param, target in zip(halves + own, masters + own, strict=True):
         grad = param.grad
+        if elsewhere and param in elsewhere:
+            continue
         if stash.has_shards and grad is not None:
             grad = param.grad = like_parameter(param, grad)
         if target is not param:
@@ -284,7 +290,7 @@ def _unscale(stash: AmpOptimizerState, scaler: LossScaler) -> list[NonfiniteCoun
                 not_renewed.append(local(earlier))
             continue
         if grad.layout != torch.strided:
-            copied = _sparse_copy(grad, target.dtype)
+            copied = sparse_copy(grad, target.dtype)
             sparse.append((target, copied, earlier))
             output = grad = copied._values()
             earlier = None
@@ -319,14 +325,6 @@ def _unscale(stash: AmpOptimizerState, scaler: LossScaler) -> list[NonfiniteCoun
     for target, new, before in sparse:
         target.grad = new if before is None else before + new
     return nonfinite
-
-
-def _sparse_copy(grad: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a copy of a sparse gradient in another dtype; its values can be changed in place."""
-    grad = grad.coalesce()
-    values = grad.values().to(dtype, copy=True)
-    options: Any = {"dtype": dtype, "device": values.device, "is_coalesced": True, "check_invariants": False}
-    return torch.sparse_coo_tensor(grad.indices(), values, grad.shape, **options)
 
 
 def _common_scale(inner: Any, scaler: LossScaler) -> _Scales:
@@ -410,8 +408,8 @@ def _step(optimizer: Any, step: Callable[..., Any], *args: Any, **kwargs: Any) -
 
 def _undone_if(found_inf: Tensor, inner: Any, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Perform a captured step of an optimizer without an overflow flag; undo its changes if `found_inf` is set."""
-    states = [value for state in inner.state.values() for value in state.values() if isinstance(value, Tensor)]
-    changed = [param.detach() for group in inner.param_groups for param in group["params"]] + states
+    changed = [param.detach() for group in inner.param_groups for param in group["params"]]
+    changed += [value for state in inner.state.values() for value in state.values() if isinstance(value, Tensor)]
     before = [tensor.clone() for tensor in changed]
     result = step(*args, **kwargs)
     for tensor, value in zip(changed, before, strict=True):
