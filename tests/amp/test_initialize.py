@@ -315,6 +315,11 @@ def test_half_precision_models(level: str) -> None:
     refused(RuntimeError, "0.weight is torch.float16 already", model, sgd(model), opt_level=level)
 
 
+def test_float64_models() -> None:
+    model = small_model().double()
+    refused(RuntimeError, "parameter 0.weight is torch.float64, and O2 has", model, sgd(model), opt_level="O2")
+
+
 def test_a_model_in_half_precision_is_allowed_if_asked_for() -> None:
     state.allow_incoming_model_not_fp32 = True
     model = small_model().half()

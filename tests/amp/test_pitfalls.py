@@ -209,6 +209,81 @@ def test_an_inner_scale_loss_that_does_not_unscale(level: str, kind: Any) -> Non
     assert_same(*results)
 
 
+@pytest.mark.parametrize("joint", [True, False])
+@pytest.mark.parametrize("loss_ids", [(0, 0), (0, 1)])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_delayed_gradients_keep_their_scale(level: str, loss_ids: tuple[int, int], joint: bool) -> None:
+    """Another optimizer, or another loss, changes the scale between the two passes of a step."""
+    both, plain = [small_model(seed) for seed in (0, 1)], [small_model(seed) for seed in (0, 1)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in both]
+    options: Any = {"num_losses": 2, "scale_window": 1, "dynamic_init_scale": 8.0}
+    both, optimizers = quiet(both, optimizers, opt_level=level, **options)
+    with amp.scale_loss(loss_of(both[0], 0), optimizers[0], loss_id=loss_ids[0], delay_unscale=True) as scaled:
+        scaled.backward()
+    for _ in range(2):
+        with amp.scale_loss(loss_of(both[1], 1), optimizers[1], loss_id=0) as scaled:
+            scaled.backward()
+    if joint:  # the second optimizer's gradients have a delayed scale of their own
+        with amp.scale_loss(loss_of(both[1], 2), optimizers[1], loss_id=1, delay_unscale=True) as scaled:
+            scaled.backward()
+    loss = loss_of(both[0], 3) + loss_of(both[1], 3)
+    with amp.scale_loss(loss, optimizers, loss_id=loss_ids[1]) as scaled:
+        scaled.backward()
+    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 64.0
+    for model, steps in zip(plain, ((0, 3), (1, 1, 2, 3) if joint else (1, 1, 3)), strict=True):
+        for step in steps:
+            loss_of(model, step).backward()
+    for optimizer, model in zip(optimizers, plain, strict=True):
+        for master, param in zip(amp.master_params(optimizer), model.parameters(), strict=True):
+            torch.testing.assert_close(master.grad, param.grad, atol=1e-2, rtol=1e-2)
+
+
+def test_an_inner_scale_loss_of_another_loss_has_the_scale_of_the_outer_one() -> None:
+    model, plain = small_model(), small_model()
+    options: Any = {"num_losses": 2, "scale_window": 1, "dynamic_init_scale": 8.0}
+    model, optimizer = quiet(model, torch.optim.SGD(model.parameters(), lr=0.05), opt_level="O1", **options)
+    with amp.scale_loss(loss_of(model, 0), optimizer, loss_id=1) as scaled:  # this scale is 16 afterwards
+        scaled.backward()
+    inner_loss = loss_of(model, 2)
+    with amp.scale_loss(loss_of(model, 1), optimizer, loss_id=0) as scaled:
+        scaled.backward()
+        with amp.scale_loss(inner_loss, optimizer, loss_id=1, delay_unscale=True) as scaled:
+            scaled.backward()
+    for step in range(3):
+        loss_of(plain, step).backward()
+    for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(param.grad, expected.grad, atol=5e-3, rtol=5e-3)
+
+
+@kinds
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_a_step_refuses_gradients_that_are_still_scaled(level: str, kind: Any) -> None:
+    model = small_model()
+    options = {} if level == "O2" and kind is torch.optim.SGD else {"loss_scale": 16.0}
+    model, optimizer = quiet(model, kind(model.parameters(), lr=0.05), opt_level=level, **options)
+    before = values(model.parameters())
+    with amp.scale_loss(loss_of(model, 0), optimizer, delay_unscale=True) as scaled_loss:
+        scaled_loss.backward()
+    with pytest.raises(RuntimeError, match="still scaled, because of delay_unscale=True"):
+        optimizer.step()
+    assert_same(before, values(model.parameters()))
+    train(model, optimizer, [1])
+
+
+@kinds
+@levels
+def test_a_plain_backward_pass_is_refused_though_batch_norms_have_gradients(level: str, kind: Any) -> None:
+    """Batch norms are float32 and get their gradients directly: a step trained them alone."""
+    model, optimizer = trained(level, kind)
+    before = values(model.parameters())
+    for _ in range(2):  # gradients of the pass under scale_loss are used up, then there are some without it
+        with pytest.raises(RuntimeError, match="none on their float32 masters"):
+            optimizer.step()
+        assert_same(before, values(model.parameters()))
+        optimizer.zero_grad()
+        loss_of(model, 1).backward()
+
+
 @levels
 def test_frozen_weights_are_rounded(level: str) -> None:
     model = small_model()

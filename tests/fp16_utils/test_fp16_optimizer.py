@@ -433,3 +433,18 @@ def test_a_static_scaler_of_the_original_is_read() -> None:
     state["loss_scaler"] = LossScaler(32.0)
     optimizer.load_state_dict(state)
     assert optimizer.loss_scale == 32.0
+
+
+@pytest.mark.parametrize("options", [DYNAMIC, {"static_loss_scale": 1.0}])
+def test_a_step_refuses_gradients_that_no_master_has(options: dict[str, Any]) -> None:
+    """Float32 layers beside half-precision ones have gradients anyway: a step trained them alone, with scaled ones."""
+    for backward in (lambda loss, optimizer: loss.backward(), lambda loss, optimizer: optimizer.backward(loss, False)):
+        model, optimizer = make(torch.float16, OPTIMIZERS["SGD"], **options)
+        before = [param.detach().clone() for param in model.parameters()]
+        backward(loss_of(model, 0), optimizer)
+        with pytest.raises(RuntimeError, match=r"call optimizer.backward\(loss\) instead of loss.backward"):
+            optimizer.step()
+        assert_equal_bits(list(model.parameters()), before)
+        optimizer.update_master_grads()
+        optimizer.step()
+        assert not torch.equal(model.norm.weight, before[2])

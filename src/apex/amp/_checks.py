@@ -117,3 +117,12 @@ def checked_optimizers(optimizers: Any) -> list[Any]:
         if not hasattr(optimizer, "param_groups"):
             raise TypeError(f"optimizers must be an optimizer or a list of them, not {type(optimizer).__name__}")
     return listed
+
+
+def check_known(optimizers: list[Any]) -> None:
+    """Raise an error for optimizers unknown to amp, such as copies: their steps would not change the model."""
+    for optimizer in optimizers:
+        if not hasattr(optimizer, "_amp_stash"):
+            raise RuntimeError(
+                f"amp.scale_loss was given an optimizer ({type(optimizer).__name__}) that amp.initialize has not seen"
+            )

@@ -9,7 +9,12 @@ from .scaler import names_of_parameters
 
 
 def check_gradients(stash: AmpOptimizerState) -> None:
-    """Raise an error if masters lack gradients that the model has, or if `check_combined_tensors` finds moved ones."""
+    """Raise an error if gradients are scaled, if masters lack those that the model has, or if combined ones moved."""
+    if stash.params_have_scaled_gradients:
+        raise RuntimeError(
+            "optimizer.step() finds gradients that are still scaled, because of delay_unscale=True: let the last "
+            "amp.scale_loss before a step be without it"
+        )
     if stash.combined is not None and stash.combined.check:
         moved = stash.combined.outside()
         if moved:
@@ -20,14 +25,13 @@ def check_gradients(stash: AmpOptimizerState) -> None:
                 f"{', '.join(called[:5])}. Change gradients in place (param.grad.mul_(...)) instead of replacing them, "
                 "or call amp.initialize without check_combined_tensors to have them copied back"
             )
-    if stash.optimizer_unscales or not stash.all_fp16_params:
+    masters = stash.all_fp32_from_fp16_params
+    if stash.optimizer_unscales or any(master.grad is not None for master in masters):
         return
-    updated = (*stash.all_fp32_from_fp16_params, *stash.all_fp32_from_fp32_params)
-    if all(param.grad is None for param in updated) and any(param.grad is not None for param in stash.all_fp16_params):
+    if any(param.grad is not None for param in stash.all_fp16_params):
         raise RuntimeError(
             "optimizer.step() finds gradients on the model's half-precision parameters but none on their float32 "
-            "masters: call backward inside `with amp.scale_loss(loss, optimizer) as scaled_loss`, and let the last "
-            "one before a step be without delay_unscale"
+            "masters: call backward inside `with amp.scale_loss(loss, optimizer) as scaled_loss` before every step"
         )
 
 

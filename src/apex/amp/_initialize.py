@@ -124,6 +124,12 @@ def _check_models(models: list[nn.Module], properties: Any) -> None:
                     f"parameter or buffer {name} is {tensor.dtype} already; amp.initialize takes models in float32 and "
                     "casts them itself, so do not call .half() or .bfloat16() before"
                 )
+        doubles = [name for name, param in model.named_parameters() if before(name, param) == torch.float64]
+        if doubles and (properties.master_weights or properties.keep_batchnorm_fp32):
+            warn_or_err(
+                f"parameter {doubles[0]} is torch.float64, and {properties.opt_level} has master weights and "
+                "batch norms in float32: call model.float() before the optimizer is made, or use opt_level='O1' or 'O4'"
+            )
 
 
 def _check_sharded(models: list[nn.Module], properties: Any, combines: bool) -> None:

@@ -48,7 +48,12 @@ class AmpOptimizerState:
         self.saw_first_backward = False
         # Whether the next step will be skipped.
         self.already_patched = False
+        # Whether gradients are still scaled, because of `delay_unscale`.
         self.params_have_scaled_gradients = False
+        # The scaler of the last `scale_loss` and its index; with `delay_unscale` a copy of a dynamic scale, because the
+        # scale itself may change before the gradients are unscaled.
+        self.scaled_by: tuple[Any, int] = None, 0
+        self.delayed_scale: Tensor | None = None
         # Whether a `scale_loss` of this optimizer is active: its gradients are scaled.
         self.inside_scale_loss = False
         self.has_masters = False
@@ -64,6 +69,8 @@ class AmpOptimizerState:
         self.frozen: list[Tensor] = []
         # Gradients that existed before the current backward pass.
         self.accumulated_grads: dict[Tensor, Tensor] = {}
+        # Float32 parameters that another optimizer of the same `scale_loss` has too, and has unscaled.
+        self.unscaled_elsewhere: set[Tensor] = set()
         # Half-precision parameters whose gradients are zeros since `zero_grad(set_to_none=False)`.
         self.zeroed: set[Tensor] = set()
         # A half-precision gradient that was copied to its master, and its version counter: it should not change.
@@ -108,6 +115,8 @@ def collect_params(optimizer: Any, params: list[Tensor], originals: dict[Tensor,
             chosen.append(param)
         else:
             chosen.append(_make_master(optimizer, stash, param, originals.get(param)))
+    # PyTorch only warns of duplicates; their gradient is unscaled once.
+    stash.all_fp32_from_fp32_params[:] = dict.fromkeys(stash.all_fp32_from_fp32_params)
     return chosen
 
 
@@ -139,8 +148,9 @@ def adopt_changes(stash: AmpOptimizerState) -> None:
 
 
 def _make_master(optimizer: Any, stash: AmpOptimizerState, param: Tensor, value: Tensor | None) -> Tensor:
-    if value is None and param in _amp_state.masters:  # a checkpoint was loaded into the frozen parameter
-        value = float32_values(param, _amp_state.masters[param])
+    known = _amp_state.masters.get(param)
+    if value is None and known is not None:  # another optimizer's master, or loaded into a frozen parameter
+        value = known if isinstance(known, Parameter) else float32_values(param, known)
     master = Parameter(param.detach().float() if value is None else value.detach())
     copy_marks(param, master)
     stash.all_fp16_params.append(param)
@@ -160,6 +170,14 @@ def cast_state(state: dict[str, Any], dtype: torch.dtype, of: tuple[torch.dtype,
         return value.to(dtype) if fits and value.dtype in of else value
 
     return applier(state, cast)
+
+
+def sparse_copy(grad: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a copy of a sparse gradient in another dtype; its values can be changed in place."""
+    grad = grad.coalesce()
+    values = grad.values().to(dtype, copy=True)
+    options: Any = {"dtype": dtype, "device": values.device, "is_coalesced": True, "check_invariants": False}
+    return torch.sparse_coo_tensor(grad.indices(), values, grad.shape, **options)
 
 
 def half_params(optimizer: Any) -> list[Tensor]:

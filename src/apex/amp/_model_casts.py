@@ -232,7 +232,12 @@ def _saving(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
                 state[key] = value.detach().float() if master is None else float32_values(value.detach(), master)
 
 
-def _loading(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+def _loading(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
+    if metadata.get("assign_to_params_buffers"):
+        raise RuntimeError(
+            "load_state_dict(assign=True) would replace the half-precision parameters, which amp.initialize has made "
+            "and the optimizer updates: call it without assign, or before amp.initialize"
+        )
     for name, value in module._parameters.items():
         incoming = state.get(prefix + name)
         if value is None or value.dtype not in HALF:

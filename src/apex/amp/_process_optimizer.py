@@ -123,10 +123,28 @@ def _add_param_group_of(add_param_group: Callable[[dict[str, Any]], None]) -> Ca
         elif isinstance(params, set):
             raise TypeError("parameters must come in an order that is the same in every run; a set has none")
         named = [param if isinstance(param, tuple) else (None, param) for param in params]
-        params = collect_params(self, [param for _, param in named], {})
-        if any(name is not None for name, _ in named):
-            params = [(name, param) for (name, _), param in zip(named, params, strict=True)]
-        add_param_group({**new_group, "params": params})
-        note_model_params(self._amp_stash)
+        params = [param for _, param in named]
+        stash: AmpOptimizerState = self._amp_stash
+        lists = (stash.all_fp16_params, stash.all_fp32_from_fp16_params, stash.all_fp32_from_fp32_params, stash.frozen)
+        known = {id(param) for each in lists for param in each}
+        if len(known.union(map(id, params))) < len(known) + len(params):
+            raise ValueError(
+                "some parameters appear in more than one parameter group, or more than once in the new one"
+            )
+        lengths = [len(each) for each in lists]
+        try:
+            usable = all(isinstance(param, Tensor) and param.is_leaf for param in params)
+            chosen = collect_params(self, params, {}) if usable else params  # which PyTorch refuses
+            if any(name is not None for name, _ in named):
+                chosen = [(name, param) for (name, _), param in zip(named, chosen, strict=True)]
+            add_param_group({**new_group, "params": chosen})
+        except BaseException:
+            for each, length in zip(lists, lengths, strict=True):
+                del each[length:]
+            raise
+        if not all(scaler.is_always_one for scaler in _amp_state.loss_scalers):
+            for param in params:  # this gradient may be scaled: `scale_loss` did not know the parameter
+                param.grad = None
+        note_model_params(stash)
 
     return amp_add_param_group

@@ -27,9 +27,9 @@ from ..ops import _graph_numbers
 from ..ops.multi_tensor import scale, zero
 from . import _autocast
 from ._amp_state import _amp_state
-from ._checks import check_flags, check_loss, checked_optimizers
+from ._checks import check_flags, check_known, check_loss, checked_optimizers
 from ._gradient_checks import check_gradients, warn_of_changes
-from ._master_params import AmpOptimizerState, adopt_changes, adopt_frozen, agree
+from ._master_params import AmpOptimizerState, adopt_changes, adopt_frozen, agree, sparse_copy
 from .opt import AmpHandle as AmpHandle
 from .opt import NoOpHandle as NoOpHandle
 from .scaler import LossScaler, NonfiniteCounts, _overflow_messages
@@ -54,8 +54,9 @@ def scale_loss(
     """Yield the loss times its scale, for the backward pass inside; afterwards unscale and check the gradients.
 
     With `delay_unscale` the gradients stay scaled, so that more backward passes can add to them: pass it to all but the
-    last one before a step. `delay_overflow_check` leaves the scale unchanged. `loss_id` is the index of the loss scale
-    if `initialize` made several.
+    last one before a step. Gradients that are unscaled together have the scale of the first of these losses, even if
+    the scale has changed since, or the others have another `loss_id`. `delay_overflow_check` leaves the scale
+    unchanged. `loss_id` is the index of the loss scale if `initialize` made several.
     """
     del model
     if not hasattr(_amp_state, "opt_properties"):
@@ -73,9 +74,7 @@ def scale_loss(
         check_flags(delay_unscale=delay_unscale, delay_overflow_check=delay_overflow_check)
     count = len(_amp_state.loss_scalers)
     if not isinstance(loss_id, int) or not -count <= loss_id < count:
-        raise IndexError(
-            f"loss_id={loss_id} is unknown: amp.initialize was called with num_losses={count}, and counting starts at 0"
-        )
+        raise IndexError(f"loss_id={loss_id} is unknown: amp.initialize had num_losses={count}; counting starts at 0")
     scaler: LossScaler = _amp_state.loss_scalers[loss_id]
     optimizer_list = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
     stashes = [optimizer._amp_stash for optimizer in optimizer_list if hasattr(optimizer, "_amp_stash")]
@@ -84,21 +83,32 @@ def scale_loss(
     if len(stashes) != len(optimizer_list):
         checked_optimizers(optimizer_list)
         if not does_nothing or options["master_weights"]:
-            _refuse_unknown(optimizer_list)
+            check_known(optimizer_list)
     if does_nothing:
         with _autocast_off():
             yield loss.float()
         return
-    if any(stash.inside_scale_loss for stash in stashes):
-        if not delay_unscale:
-            raise RuntimeError(
-                "amp.scale_loss was called inside of another one of the same optimizer, and would unscale gradients "
-                "before that one ends: end the first before the second begins, scale the sum of the losses, or give "
-                "delay_unscale=True to the inner one"
-            )
-        # The outer scale_loss has put earlier gradients aside, and handles these gradients when it ends.
+    if any(stash.inside_scale_loss for stash in stashes) and not delay_unscale:
+        raise RuntimeError(
+            "amp.scale_loss was called inside of another one of the same optimizer, and would unscale gradients "
+            "before that one ends: end the first before the second begins, scale the sum of the losses, or give "
+            "delay_unscale=True to the inner one"
+        )
+    delayed_scale = None
+    held = next((stash for stash in stashes if stash.inside_scale_loss or stash.params_have_scaled_gradients), None)
+    if held is not None:
+        (scaler, loss_id), delayed_scale = held.scaled_by, held.delayed_scale
+        for optimizer in optimizer_list:
+            stash = optimizer._amp_stash
+            if stash.params_have_scaled_gradients and stash.delayed_scale is not delayed_scale:
+                _after_backward([optimizer], stash.scaled_by[0], stash.scaled_by[1], stash.delayed_scale)
+                stash.params_have_scaled_gradients = False
+        # An outer scale_loss has put earlier gradients aside, and handles these gradients when it ends.
         stashes = [stash for stash in stashes if not stash.inside_scale_loss]
     scaler.to(loss.device)
+    if delay_unscale and delayed_scale is None and scaler.dynamic:
+        delayed_scale = scaler.scale_tensor().clone()
+    scale_now = scaler.scale_tensor if delayed_scale is None else lambda: delayed_scale
     prepared = []
     for optimizer in optimizer_list:
         if not (optimizer._amp_stash.params_have_scaled_gradients or optimizer._amp_stash.inside_scale_loss):
@@ -106,13 +116,16 @@ def scale_loss(
     for optimizer in prepared:
         optimizer._prepare_amp_backward()
         if optimizer._amp_stash.takes_gradients:
-            optimizer._amp_stash.inner._set_loss_scale(scaler.scale_tensor())
+            optimizer._amp_stash.inner._set_loss_scale(scale_now())
     _overflow_messages.read()
-    with _autocast_off(), scaled_router_losses(scaler.scale_tensor):
+    with _autocast_off(), scaled_router_losses(scale_now):
         for stash in stashes:
             stash.inside_scale_loss = True
+            stash.scaled_by, stash.delayed_scale = (scaler, loss_id), delayed_scale
         try:
-            yield scaler.scaled(loss)
+            with scaler.at_scale(delayed_scale):
+                scaled = scaler.scaled(loss)
+            yield scaled
         except BaseException:
             for optimizer in prepared:
                 restore_grads(optimizer._amp_stash)
@@ -123,30 +136,29 @@ def scale_loss(
         for stash in stashes:
             stash.params_have_scaled_gradients = bool(delay_unscale)
         if not delay_unscale:
-            _after_backward(optimizer_list, scaler, None if delay_overflow_check else loss_id)
+            _after_backward(optimizer_list, scaler, None if delay_overflow_check else loss_id, delayed_scale)
 
 
 @_outside_graphs
 @torch.no_grad()
-def _after_backward(optimizers: list[Any], scaler: LossScaler, loss_id: int | None) -> None:
-    """Unscale gradients and, unless `loss_id` is None, adapt the scale to the overflow flag."""
+def _after_backward(
+    optimizers: list[Any], scaler: LossScaler, loss_id: int | None, delayed_scale: Tensor | None
+) -> None:
+    """Unscale gradients, of `delayed_scale` if it is given, and adapt the scale unless `loss_id` is None."""
     if scaler.dynamic:
         scaler.clear_overflow_state()
     counts: list[NonfiniteCounts] = []
-    for optimizer in optimizers:
-        counts += optimizer._post_amp_backward(scaler) or ()  # a client's own function returns None
+    seen: set[Tensor] = set()
+    with scaler.at_scale(delayed_scale):
+        for optimizer in optimizers:
+            if len(optimizers) > 1:  # a parameter of several optimizers is unscaled once
+                own = set(optimizer._amp_stash.all_fp32_from_fp32_params)
+                optimizer._amp_stash.unscaled_elsewhere = own & seen
+                seen |= own
+            counts += optimizer._post_amp_backward(scaler) or ()  # a client's own function returns None
     agree(scaler.found_inf, [optimizer._amp_stash for optimizer in optimizers])
     if loss_id is not None:
         _update_scale(scaler, loss_id, [optimizer._amp_stash for optimizer in optimizers], counts)
-
-
-def _refuse_unknown(optimizers: list[Any]) -> None:
-    """Raise an error for optimizers unknown to amp, such as copies: their steps would not change the model."""
-    for optimizer in optimizers:
-        if not hasattr(optimizer, "_amp_stash"):
-            raise RuntimeError(
-                f"amp.scale_loss was given an optimizer ({type(optimizer).__name__}) that amp.initialize has not seen"
-            )
 
 
 def _autocast_off() -> contextlib.AbstractContextManager[None]:
@@ -257,12 +269,15 @@ def _unscale(stash: AmpOptimizerState, scaler: LossScaler) -> list[NonfiniteCoun
         own, halves, masters = halves + own, [], []
     accumulated, stash.accumulated_grads = stash.accumulated_grads, {}
     stash.copied_grad = None
+    elsewhere, stash.unscaled_elsewhere = stash.unscaled_elsewhere, set()
     # (parameter, gradient, tensor for the result, earlier gradient) of every pass.
     passes: defaultdict[Any, list[tuple[Tensor, Tensor, Tensor, Any]]] = defaultdict(list)
     sparse: list[tuple[Tensor, Tensor, Tensor | None]] = []
     not_renewed: list[Tensor] = []
     for param, target in zip(halves + own, masters + own, strict=True):
         grad = param.grad
+        if elsewhere and param in elsewhere:
+            continue
         if stash.has_shards and grad is not None:
             grad = param.grad = like_parameter(param, grad)
         if target is not param:
@@ -275,7 +290,7 @@ def _unscale(stash: AmpOptimizerState, scaler: LossScaler) -> list[NonfiniteCoun
                 not_renewed.append(local(earlier))
             continue
         if grad.layout != torch.strided:
-            copied = _sparse_copy(grad, target.dtype)
+            copied = sparse_copy(grad, target.dtype)
             sparse.append((target, copied, earlier))
             output = grad = copied._values()
             earlier = None
@@ -310,14 +325,6 @@ def _unscale(stash: AmpOptimizerState, scaler: LossScaler) -> list[NonfiniteCoun
     for target, new, before in sparse:
         target.grad = new if before is None else before + new
     return nonfinite
-
-
-def _sparse_copy(grad: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a copy of a sparse gradient in another dtype; its values can be changed in place."""
-    grad = grad.coalesce()
-    values = grad.values().to(dtype, copy=True)
-    options: Any = {"dtype": dtype, "device": values.device, "is_coalesced": True, "check_invariants": False}
-    return torch.sparse_coo_tensor(grad.indices(), values, grad.shape, **options)
 
 
 def _common_scale(inner: Any, scaler: LossScaler) -> _Scales:
@@ -401,8 +408,8 @@ def _step(optimizer: Any, step: Callable[..., Any], *args: Any, **kwargs: Any) -
 
 def _undone_if(found_inf: Tensor, inner: Any, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Perform a captured step of an optimizer without an overflow flag; undo its changes if `found_inf` is set."""
-    states = [value for state in inner.state.values() for value in state.values() if isinstance(value, Tensor)]
-    changed = [param.detach() for group in inner.param_groups for param in group["params"]] + states
+    changed = [param.detach() for group in inner.param_groups for param in group["params"]]
+    changed += [value for state in inner.state.values() for value in state.values() if isinstance(value, Tensor)]
     before = [tensor.clone() for tensor in changed]
     result = step(*args, **kwargs)
     for tensor, value in zip(changed, before, strict=True):

@@ -10,9 +10,10 @@ Messages about skipped steps are printed when the overflow flag has arrived on t
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -125,6 +126,15 @@ class LossScaler:
     def scale_tensor(self) -> Tensor:
         """Return the scale, float32 [1]."""
         return self._scale
+
+    @contextlib.contextmanager
+    def at_scale(self, scale: Tensor | None) -> Iterator[None]:
+        """Scale and unscale with `scale` in the body of the context, unless it is None."""
+        own, self._scale = self._scale, self._scale if scale is None else scale
+        try:
+            yield
+        finally:
+            self._scale = own
 
     @torch._disable_dynamo  # a compiled training step would make a graph of one multiplication
     def scaled(self, loss: Tensor) -> Tensor:

@@ -183,6 +183,13 @@ class FP16_Optimizer:
         if self.overflow:
             maybe_print(f"Gradient overflow.  Skipping step, reducing loss scale to {self.loss_scale}")
             return None
+        waits = self._full_scale not in (None, 1.0)
+        if waits or (_gradients(self.all_fp16_params) and not _gradients(self.all_fp32_from_fp16_params)):
+            raise RuntimeError(
+                "step() finds gradients that are scaled, or not copied to the float32 masters: call "
+                "optimizer.backward(loss) instead of loss.backward(), and optimizer.update_master_grads() after the "
+                "last backward(loss, update_master_grads=False)"
+            )
         result = self.optimizer.step()
         self._master_params_to_model_params()
         return result

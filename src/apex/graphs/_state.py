@@ -63,7 +63,7 @@ def _training_locations(optimizers: Sequence[Any]) -> list[StateLocation]:
             parts = parts_of(StateLocation.of(optimizer, name))
             locations += [part._replace(temporary=part.path[-1] is len) for part in parts]
     for stash in (optimizer._amp_stash for optimizer in _amp_state.optimizers):
-        names = ("found_inf", "already_patched", "params_have_scaled_gradients")
+        names = ("found_inf", "already_patched", "params_have_scaled_gradients", "delayed_scale")
         locations += [StateLocation.of(stash, name) for name in names]
     for scaler in _amp_state.loss_scalers:
         locations += [StateLocation.of(scaler, name, temporary=name == "_overflow_buf") for name in vars(scaler)]
