@@ -69,11 +69,11 @@ def test_tensors_of_known_sizes_are_launched_directly(monkeypatch):
         buffer = MagnitudeBuffer(0, torch.device("cpu"))
         assert buffer.measure(first) == (0, 0)
         assert buffer.measure(first) == (0, 1)
-        row = buffer._rows[1][1].data_ptr()
+        row = buffer._addresses[1]
         assert (usual, direct) == ([first.data_ptr()], [(7, [first.data_ptr(), row], ())])
         device = -1
         direct.clear()
         for tensor in (odd, columns, first):
             assert buffer.measure(tensor) is not None
     assert usual == [first.data_ptr(), odd.data_ptr()]
-    assert direct == [(4, (first.data_ptr(), buffer._rows[4][1].data_ptr()), ())]
+    assert direct == [(4, (first.data_ptr(), buffer._addresses[4]), ())]

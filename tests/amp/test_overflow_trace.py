@@ -225,6 +225,18 @@ def test_copies_of_a_model_are_not_traced() -> None:
     ]  # fmt: skip
 
 
+def test_outputs_stay_as_they_are() -> None:
+    """An output that a user pickles, or registers hooks for, has no hooks of the trace."""
+    model, optimizer = prepared(network(nn.ReLU(inplace=True)), "O0", loss_scale="dynamic")
+    outputs: list[Tensor] = []
+    model[0].register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
+    trace = amp.trace_overflow(model)
+    train(model, optimizer, 1)
+    assert len(trace.records) == 6
+    assert outputs[0].grad_fn is not None
+    assert outputs[0]._backward_hooks is None
+
+
 def test_a_model_that_is_gone_is_forgotten() -> None:
     model, optimizer = prepared(network())
     other = network()

@@ -34,49 +34,49 @@ class MagnitudeBuffer:
         self._kernel_dtypes = float8.amax_dtypes(device)
         self._shape = (_CHUNK, float8.WRITE_PARTIALS) if self._kernel_dtypes else (_CHUNK,)
         self._chunks: list[Tensor] = []
-        # Each number's slot, its memory, and the address of the memory: a row of partial maxima, as int32, or without
-        # kernels one float32.
-        self._rows: list[tuple[Slot, Tensor, int]] = []
-        # Direct launches of the kernel, by dtype and size of tensors that were measured before, because an eager step
-        # with small tensors waits for the host.
-        self._launches: dict[tuple[torch.dtype, int], Any] = {}
+        # The memory of each number, and its address: a row of partial maxima, as int32, or without kernels one float32.
+        self._rows: list[Tensor] = []
+        self._addresses: list[int] = []
+        # Direct launches of the kernel, by kind, dtype and size of tensors that were measured before, because an eager
+        # step with small tensors waits for the host.
+        self._launches: dict[tuple[Any, ...], Any] = {}
 
     def measure(self, tensor: Tensor) -> Slot | None:
         """Write the largest magnitude of a tensor to the next number, and return its slot.
 
         Return None for tensors that have none: sparse, nested or empty ones, and other dtypes.
         """
-        if self.used == len(self._rows):
-            self._allocate()
-        slot, row, row_address = self._rows[self.used]
-        launch = self._launches.get((tensor.dtype, tensor.numel()))
+        kind = type(tensor), tensor.layout, tensor.is_nested, tensor.dtype, tensor.numel()
+        launch, index = self._launches.get(kind), self.used
         if (
-            launch is not None
-            and type(tensor) is Tensor
-            and tensor.layout is _STRIDED
-            and not tensor.is_nested
-            and tensor.is_contiguous()
-            and ((address := tensor.data_ptr()) | row_address) % 16 == 0
-            and current_device() == self._index
+            launch is None
+            or index == len(self._addresses)
+            or not tensor.is_contiguous()
+            or (address := tensor.data_ptr()) % 16
+            or current_device() != self._index
         ):
-            launch(current_stream(self._index), (address, row_address), ())
-        elif not self._measure_any(tensor, row):
-            return None
-        self.used += 1
-        return slot
+            return self._measure_any(tensor)
+        self.used = index + 1
+        launch(current_stream(self._index), (address, self._addresses[index]), ())
+        return self.number, index
 
-    def _measure_any(self, tensor: Tensor, row: Tensor) -> bool:
-        """Write the largest magnitude of a tensor to a row; return False if it has none."""
+    def _measure_any(self, tensor: Tensor) -> Slot | None:
+        """Return the slot of any tensor as `measure` does; remember the direct launch for others like it."""
         if tensor.layout is not _STRIDED or tensor.is_nested or not tensor.numel() or tensor.dtype not in _DTYPES:
-            return False
+            return None
         tensor = getattr(tensor, "_local_tensor", tensor)  # a DTensor's maximum would communicate
+        index = self.used
+        if index == len(self._addresses):
+            self._allocate()
+        row = self._rows[index]
         if tensor.dtype in self._kernel_dtypes and float8.fills_memory(tensor):
             launch = float8.write_amax(tensor, row)
-            if launch is not None:
-                self._launches[tensor.dtype, tensor.numel()] = launch
+            if launch is not None and self._addresses[index] % 16 == 0:
+                self._launches[Tensor, _STRIDED, False, tensor.dtype, tensor.numel()] = launch
         else:
             _write_by_operators(tensor.detach(), row.view(torch.float32))
-        return True
+        self.used = index + 1
+        return self.number, index
 
     def values(self) -> list[Tensor]:
         """Return the numbers of this step as a list of vectors."""
@@ -88,8 +88,8 @@ class MagnitudeBuffer:
         self._chunks.append(torch.empty(self._shape, dtype=torch.float32, device=self.device))
         chunk = self._chunks[-1]
         rows = (chunk if len(self._shape) == 1 else chunk.view(torch.int32)).unbind()
-        first = len(self._rows)
-        self._rows += [((self.number, first + index), row, row.data_ptr()) for index, row in enumerate(rows)]
+        self._rows += rows
+        self._addresses += [row.data_ptr() for row in rows]
 
 
 def _write_by_operators(tensor: Tensor, row: Tensor) -> None:

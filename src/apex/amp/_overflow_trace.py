@@ -7,7 +7,6 @@ nothing waits for the device.
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 import weakref
@@ -52,9 +51,9 @@ class Record(NamedTuple):
         return f"{self.module or '(model)'} ({self.layer}{call})"
 
 
-# A record whose numbers are still on the device: the hook of its module, kind, call and dtype, and the slots of its
-# largest magnitude and of the inputs'. A plain tuple, because a named one takes ten times as long to make.
-_Measured = tuple["_ForwardHook", str, int, torch.dtype, _Slot, tuple[_Slot, ...]]
+# A record whose numbers are still on the device: its call, kind and dtype, and the slots of its largest magnitude and
+# of the inputs'. A plain tuple, because a named one takes ten times as long to make.
+_Measured = tuple["_Call", str, torch.dtype, _Slot, Sequence[_Slot]]
 
 
 class Taken(NamedTuple):
@@ -77,8 +76,8 @@ class Taken(NamedTuple):
             return values[starts[slot[0]] + slot[1]]
 
         return [
-            Record(hook.name, hook.layer, kind, call, dtype, at(largest), tuple(map(at, inputs)))
-            for hook, kind, call, dtype, largest, inputs in self.measured
+            Record(call.module, call.layer, kind, call.number, dtype, at(largest), tuple(map(at, inputs)))
+            for call, kind, dtype, largest, inputs in self.measured
         ]
 
     def origin(self, values: list[float]) -> str:
@@ -98,55 +97,71 @@ class _Hook:
         return _inactive_hook, ()
 
 
-class _ForwardHook(_Hook):
-    """The hook after the forward pass of one module; `calls` counts the calls of a step."""
+class _Call:
+    """A call of a module in a step, by its number from 1: names for its records, and the hook of output gradients.
 
-    __slots__ = ("calls", "layer", "name")
+    Nodes of an autograd graph take hooks from a tensor. `holder` is an empty one that stands in for the outputs: they
+    stay as they are, and neither a hook nor a handle is made for each of them.
+    """
+
+    __slots__ = ("holder", "inputs", "layer", "module", "number", "trace")
+
+    def __init__(self, trace: OverflowTrace, module: str, layer: str, number: int) -> None:
+        self.trace, self.module, self.layer, self.number = trace, module, layer, number
+        self.inputs: Sequence[_Slot] = ()
+        self.holder: Any = torch.empty(0, dtype=torch.float32, device=HOST, requires_grad=True)
+        self.holder._backward_hooks = OrderedDict(((0, self),))
+
+    def __call__(self, gradient: Tensor) -> None:
+        """Record the gradient of an output."""
+        trace = self.trace
+        if len(trace._measured) < _MOST_RECORDS:
+            slot = (trace._buffers.get(gradient.get_device()) or trace._new_buffer(gradient)).measure(gradient)
+            if slot is not None:
+                trace._measured.append((self, "backward", gradient.dtype, slot, self.inputs))
+
+
+class _ForwardHook(_Hook):
+    """The hook after the forward pass of one module; `count` is the number of its calls in the step."""
+
+    __slots__ = ("calls", "count", "layer", "name")
 
     def __init__(self, trace: OverflowTrace, name: str, layer: str) -> None:
-        self.trace, self.name, self.layer, self.calls = trace, name, layer, 0
+        self.trace, self.name, self.layer, self.count = trace, name, layer, 0
+        self.calls: list[_Call] = []
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Record the inputs and outputs of a module, and have the gradients of its outputs recorded."""
         trace = self.trace
         if not trace._records(module):
             return
-        self.calls += 1
-        outputs = (output,) if isinstance(output, Tensor) else _tensors((output,))
-        input_slots: tuple[_Slot, ...] = ()
-        for tensor in _tensors((*args, *kwargs.values()) if kwargs else args):
+        if self.count == len(self.calls):
+            self.calls.append(_Call(trace, self.name, self.layer, self.count + 1))
+        call = self.calls[self.count]
+        self.count += 1
+        inputs: list[_Slot] = []
+        call.inputs = inputs
+        known, outputs = trace._known, (output,) if isinstance(output, Tensor) else _tensors((output,))
+        plain = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
+        for tensor in args if plain else _tensors((*args, *kwargs.values())):
             slot = trace._known_slot(tensor, outputs) or trace._new_slot(tensor)
             if slot is not None:
-                input_slots += (slot,)
+                inputs.append(slot)
         for tensor in outputs:
-            if trace._known_slot(tensor) is not None:
+            if (entry := known.get(id(tensor))) and entry[0]() is tensor and entry[1] == _version(tensor):
                 continue  # an earlier module's output, unchanged
             slot = trace._new_slot(tensor)
             if slot is None:
                 continue
-            trace._measured.append((self, "forward", self.calls, tensor.dtype, slot, input_slots))
-            # The hook is the tensor's, because backward hooks of modules fail if a module works in place. It is
-            # registered without the handle for its removal, which takes most of the time of `register_hook`.
+            trace._measured.append((call, "forward", tensor.dtype, slot, inputs))
+            # The hook is the tensor's, because backward hooks of modules fail if a module works in place.
             node = tensor.grad_fn
-            if node is not None and tensor._backward_hooks is None:
-                hooks: OrderedDict[int, Any] = OrderedDict()
-                # Handles have other numbers.
-                hooks[-1] = functools.partial(_after_backward, self, self.calls, input_slots)
-                tensor._backward_hooks = hooks
-                node._register_hook_dict(tensor)
+            if node is not None and not tensor.output_nr:
+                node._register_hook_dict(call.holder)
             elif tensor.requires_grad:
-                handle = tensor.register_hook(functools.partial(_after_backward, self, self.calls, input_slots))
+                handle = tensor.register_hook(call)
                 if node is None:  # a parameter or an input, which outlives the step
                     trace._leaf_handles.append(handle)
-
-
-def _after_backward(hook: _ForwardHook, call: int, inputs: tuple[_Slot, ...], gradient: Tensor) -> None:
-    """Record the gradient of an output of a call of a module."""
-    trace = hook.trace
-    if len(trace._measured) < _MOST_RECORDS:
-        slot = (trace._buffers.get(gradient.get_device()) or trace._new_buffer(gradient)).measure(gradient)
-        if slot is not None:
-            trace._measured.append((hook, "backward", call, gradient.dtype, slot, inputs))
 
 
 class _HookBeforeOverwriting(_Hook):
@@ -293,7 +308,7 @@ class OverflowTrace:
         self._measured = []
         self._ends_step = False
         for hook in self._hooks:
-            hook.calls = 0
+            hook.count = 0
         # By id of a tensor: a weak reference, its version, and the slot of its largest magnitude.
         self._known: dict[int, tuple[Any, int, _Slot]] = {}
         for buffer in self._buffers.values():
@@ -350,7 +365,7 @@ def _version(tensor: Tensor) -> int:
         return 0
 
 
-def _tensors(values: tuple[Any, ...]) -> list[Tensor]:
+def _tensors(values: tuple[Any, ...]) -> Sequence[Tensor]:
     """Return the tensors at any depth of `values`."""
     tensors = []
     for value in values:
