@@ -154,3 +154,11 @@ def test_what_is_not_recorded_gets_its_logits(kind: Any) -> None:
         (outputs, found), (_, wanted) = results(model), results(plain)
         assert outputs["logits"] is not None
         torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("kind", [GraniteForCausalLM, T5ForConditionalGeneration])
+def test_labels_of_another_shape_are_named(kind: Any) -> None:
+    model = kind()
+    apex.fuse(model, verbose=False)
+    with pytest.raises(ValueError, match=r"labels of the shape .* do not fit logits for \(2, 4\) tokens"):
+        model(torch.ones(2, 4, dtype=torch.int64), labels=torch.ones(2, 3, dtype=torch.int64))

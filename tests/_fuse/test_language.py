@@ -219,3 +219,26 @@ def test_positions_that_begin_anew_mean_the_same(name: str, use_cache: bool | No
     torch.testing.assert_close(found, wanted)
     for actual, expected in zip(found_gradients, wanted_gradients, strict=True):
         torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("fuse_first", [True, False])
+def test_adapters_of_peft(fuse_first: bool) -> None:
+    """LoRA layers in fused modules are called, and merge into the weights as usual."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    options = {"r": 4, "task_type": "CAUSAL_LM", "init_lora_weights": False, "modules_to_save": ["lm_head"]}
+    config = peft.LoraConfig(target_modules=["q_proj", "gate_proj", "up_proj", "down_proj"], **options)
+    model = make("llama")
+    plain = copy.deepcopy(model)
+    if fuse_first:
+        apex.fuse(model, verbose=False)
+    torch.manual_seed(0)
+    model = peft.get_peft_model(model, copy.deepcopy(config))
+    torch.manual_seed(0)
+    plain = peft.get_peft_model(plain, config)
+    if not fuse_first:
+        report = apex.fuse(model, verbose=False)
+        assert not [row for row in report if row.kind.startswith("Peft")]
+    assert_alike(model, plain, rtol=1e-5, **batch())
+    merged, expected = (each.merge_and_unload().eval() for each in (model, plain))
+    with torch.no_grad():
+        torch.testing.assert_close(merged(**batch()).logits, expected(**batch()).logits, rtol=1e-4, atol=1e-5)

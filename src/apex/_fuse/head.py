@@ -128,7 +128,10 @@ class _Logits:
         """Return the cross-entropy of the logits; `target` has one class for each row of hidden states."""
         if self.is_tanh and not self.cap:
             raise _UnsupportedError("a loss of tanh(logits)")
-        target = target.to(self.device).reshape(self.hidden.shape[:-1])
+        rows = self.hidden.shape[:-1]
+        if target.numel() != rows.numel():
+            raise ValueError(f"labels of the shape {(*target.shape,)} do not fit logits for {(*rows,)} tokens")
+        target = target.to(self.device).reshape(rows)
         scales = {"logit_scale": float(self.scale), "softcap": float(self.cap) or None}
         options: dict[str, Any] = {"ignore_index": ignore_index, "reduction": reduction, **scales}
         bias: Any = self.head.bias
