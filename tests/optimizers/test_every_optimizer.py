@@ -194,8 +194,15 @@ def test_a_sparse_gradient_is_refused_before_anything_changes(make: Factory) -> 
 
 
 @every_optimizer
-@pytest.mark.parametrize("damage", ["groups", "maximize"])
-def test_a_state_dict_that_does_not_fit_changes_nothing(damage: str, make: Factory) -> None:
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        ("groups", "parameter groups"),
+        ("maximize", "maximize=True"),
+        ("group", r"param_groups\[0\] of the state dict is 3"),
+    ],
+)
+def test_a_state_dict_that_does_not_fit_changes_nothing(damage: str, words: str, make: Factory) -> None:
     params = parameters()
     optimizer = make(params)
     train(optimizer, range(2))
@@ -203,9 +210,11 @@ def test_a_state_dict_that_does_not_fit_changes_nothing(damage: str, make: Facto
     saved = optimizer.state_dict()
     if damage == "groups":
         saved["param_groups"].append(saved["param_groups"][0])
+    elif damage == "group":
+        saved["param_groups"][0] = 3
     else:
         saved["param_groups"][0]["maximize"] = True
-    with pytest.raises(ValueError, match="maximize=True" if damage == "maximize" else "parameter groups"):
+    with pytest.raises(ValueError, match=words):
         optimizer.load_state_dict(saved)
     assert_equal_bits(before, helpers.state_tensors(optimizer))
     helpers.assert_same_options(optimizer.state_dict(), options)

@@ -505,6 +505,11 @@ def test_schedulers_cycle_the_momentum_of_matrices(copied: bool) -> None:
     assert [group["betas"] for group in optimizer.param_groups] == [(0.8, 0.9)] * 3
 
 
+def test_groups_of_parameters_are_refused() -> None:
+    with pytest.raises(TypeError, match="model must be a module, got list"):
+        muon_groups(make())  # type: ignore[arg-type]
+
+
 def test_groups_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     model = nn.Sequential(
         nn.Embedding(9, 8),

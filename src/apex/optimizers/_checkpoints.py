@@ -53,6 +53,9 @@ def check_saved(optimizer: Any, state_dict: Any) -> None:
             f"{name} loads a dict with 'state' and 'param_groups', as its state_dict() returns, not {keys}"
         )
     groups = state_dict["param_groups"]
+    for number, saved in enumerate(groups):
+        if not isinstance(saved, Mapping) or "params" not in saved:
+            raise ValueError(f"param_groups[{number}] of the state dict is {saved!r}, not a group with 'params'")
     if [len(group["params"]) for group in groups] != [len(group["params"]) for group in optimizer.param_groups]:
         return  # PyTorch raises the error
     for number, (group, saved) in enumerate(zip(optimizer.param_groups, groups, strict=True)):

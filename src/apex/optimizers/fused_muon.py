@@ -258,6 +258,8 @@ def muon_groups(
     Embeddings, weights tied to them, depthwise convolutions and the last linear layer, which is the head, are for
     AdamW with `adam_lr` (by default `lr`), as are norms and biases. Prints the division.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a module, got {type(model).__name__}")
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
     tables = [module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
     for_adamw = {id(module.weight) for module in (*tables, *linears[-1:])}
