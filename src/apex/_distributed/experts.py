@@ -50,37 +50,35 @@ def hide_experts_from_ddp(model: nn.Module) -> None:
 class RouterLossScale:
     """The factor of the losses of routers in a backward pass, which is the factor of the main loss.
 
-    `explicit` is the factor that a schedule or a user has set. Without it the factor is the product of `loss_scale()`
-    and `context_ranks`. The compiler reads attributes of an instance.
+    `explicit` is the factor that a schedule or a user has set. Without it the factor is `loss_scale()` times the number
+    of context-parallel ranks. The compiler reads attributes of an instance.
     """
 
     explicit: Tensor | None = None
     loss_scale: Callable[[], Tensor] | None = None
-    context_ranks: int = 1
 
-    def value(self) -> Any:
-        """Return the factor, a tensor or a number."""
+    def value(self, context_ranks: int) -> Any:
+        """Return the factor, a tensor or a number.
+
+        Gradients are divided by `context_ranks`, and the loss of a router is a sum over their parts of a sequence.
+        """
         if self.explicit is not None:
             return self.explicit
-        return self.context_ranks if self.loss_scale is None else self.loss_scale() * self.context_ranks
+        return context_ranks if self.loss_scale is None else self.loss_scale() * context_ranks
 
 
 router_loss_scale = RouterLossScale()
 
 
 @contextlib.contextmanager
-def scaled_router_losses(
-    loss_scale: Callable[[], Tensor] | None = None, context_ranks: int | None = None
-) -> Iterator[None]:
-    """Multiply the losses of routers in the backward passes of a block; None keeps the factor of the block around it.
+def scaled_router_losses(loss_scale: Callable[[], Tensor] | None) -> Iterator[None]:
+    """Multiply the losses of routers by `loss_scale()`, the scale of the main loss, in the backward passes of a block.
 
-    `loss_scale` returns the scale of the main loss. Gradients are divided by `context_ranks`, and the loss of a router
-    is a sum over their parts of a sequence.
+    None keeps the factor of the block around it.
     """
-    scale = router_loss_scale
-    before = scale.loss_scale, scale.context_ranks
-    scale.loss_scale, scale.context_ranks = loss_scale or before[0], context_ranks or before[1]
+    before = router_loss_scale.loss_scale
+    router_loss_scale.loss_scale = loss_scale or before
     try:
         yield
     finally:
-        scale.loss_scale, scale.context_ranks = before
+        router_loss_scale.loss_scale = before

@@ -178,8 +178,7 @@ class OptimizerWrapper(torch.optim.Optimizer):
     # For split models: a function that completes gradients before a step, and one that returns their norm.
     finalize: Callable[[], None] | None = None
     measure: Callable[[float], Tensor] | None = None
-    # For the losses of routers: the number of context-parallel ranks, and a function that returns the loss scale.
-    context_ranks = 1
+    # For the losses of routers: a function that returns the loss scale.
     _loss_scale: Callable[[], Tensor] | None = None
 
     def __init__(self, optim: torch.optim.Optimizer) -> None:  # PyTorch's constructor is not called: no state is needed
@@ -236,7 +235,7 @@ class OptimizerWrapper(torch.optim.Optimizer):
         """Scale losses of routers in backward passes. If `finalize` is set, ZeRO takes gradients after it has run."""
         with (
             self.no_sync() if self.finalize is not None else contextlib.nullcontext(),
-            scaled_router_losses(self._loss_scale, self.context_ranks),
+            scaled_router_losses(self._loss_scale),
         ):
             yield
 

@@ -197,6 +197,23 @@ def fully_sharded(rank: int) -> None:
             torch.testing.assert_close(parameter.grad.full_tensor(), expected.grad, rtol=0, atol=1e-12, msg=name)
 
 
+def losses_without_a_schedule(rank: int) -> None:
+    """Losses of routers do not depend on the split of sequences in a loop that calls `backward` itself."""
+    from apex.transformer.context_parallel import get_batch_on_this_cp_rank
+    from apex.transformer.testing.standalone_gpt import GPTModel
+
+    words = torch.randint(0, WORDS, (2, LENGTH + 1), generator=torch.Generator().manual_seed(6))
+    batch, found = {"words": words[:, :-1], "labels": words[:, 1:]}, []
+    for ranks in (1, 2):
+        with groups(Layout(context=ranks)):
+            model = GPTModel(config=config_of(2, **{**EXPERTS, "moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.1}))
+            part = get_batch_on_this_cp_rank(batch)
+            model(part["words"], labels=part["labels"]).mean().backward()
+            finalize_model_grads(model)
+            found.append([parameter.grad for parameter in model.parameters()])
+    torch.testing.assert_close(*found, rtol=0, atol=1e-12)
+
+
 def random_streams(rank: int) -> None:
     """Ranks with the same part of the same experts share a stream; others have their own."""
     with groups(Layout(expert=2, expert_tensor=1)):
@@ -210,4 +227,6 @@ def random_streams(rank: int) -> None:
 CHECKS: dict[str, Any] = {
     f"case {number}": functools.partial(check, number) for number in range(max(map(len, LAYOUTS.values())))
 }
-CHECKS |= {each.__name__: each for each in (resharding, refusals, fully_sharded, random_streams)}
+CHECKS |= {
+    each.__name__: each for each in (resharding, refusals, fully_sharded, losses_without_a_schedule, random_streams)
+}

@@ -275,7 +275,6 @@ class HybridParallelPlugin(PipelinePluginBase):
             return whole, None, criterion
         wrapped.max_norm, wrapped.names, wrapped.has_stages = self.max_norm, names, self.pp_size > 1
         wrapped.measure = lambda norm_type: grad_norm(wrapped.optim, kinds, norm_type)
-        wrapped.context_ranks = self.cp_size
         averages = False if self.zero_stage else None
         wrapped.finalize = lambda: finalize_model_grads(boosted, data_parallel=averages)  # type: ignore[operator]
         if isinstance(wrapped, AmpOptimizer):

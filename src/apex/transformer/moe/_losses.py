@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..._distributed.experts import router_loss_scale
 from ...ops._library import compute_dtype
+from .. import parallel_state
 
 
 def switch_load_balancing_loss_func(
@@ -38,8 +39,9 @@ def z_loss_func(logits: Tensor, z_loss_coeff: float) -> Tensor:
 class MoEAuxLossAutoScaler(torch.autograd.Function):
     """The autograd node of a tensor that stays unchanged; its backward pass also starts the one of a loss.
 
-    The gradient of the loss is the scale of the main loss. Pipeline schedules set it, and `amp.scale_loss` and the
-    Booster multiply it by the loss scale in their backward passes, unless `set_loss_scale` was called.
+    The gradient of the loss is the scale of the main loss times the number of context-parallel ranks, by which
+    `finalize_model_grads` divides. Pipeline schedules set it, and `amp.scale_loss` and the Booster multiply it by the
+    loss scale in their backward passes, unless `set_loss_scale` was called.
     """
 
     @staticmethod
@@ -52,14 +54,18 @@ class MoEAuxLossAutoScaler(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """Return the gradient of the output, and the scale as gradient of the loss."""
         (aux_loss,) = ctx.saved_tensors
-        scale = router_loss_scale.value()
+        alone = parallel_state.is_unitialized()
+        scale = router_loss_scale.value(1 if alone else parallel_state.get_context_parallel_world_size())
         if isinstance(scale, Tensor):
             scale = scale.to(aux_loss.dtype).to(aux_loss.device).reshape(())
         return grad_output, torch.ones_like(aux_loss) * scale
 
     @staticmethod
     def set_loss_scale(scale: Tensor | None) -> None:
-        """Set the factor of the main loss in the backward pass; None means amp's or the Booster's, or 1."""
+        """Set the factor of routers' losses in the backward pass; None means the one that this class names.
+
+        Megatron's is the loss scale times the number of context-parallel ranks, divided by the microbatches.
+        """
         router_loss_scale.explicit = scale
 
     @staticmethod
