@@ -293,6 +293,27 @@ def test_batch_norms_stay_in_float32_where_weights_do_not() -> None:
     }
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_batch_norms_become_float32_beside_float16_weights(dtype: torch.dtype) -> None:
+    model = nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8)).to(dtype)
+    boosted_model, *_ = make("fp16_naive").boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert boosted_model(torch.randn(4, 16)).dtype == torch.float32
+    assert {value.dtype for value in model[1].state_dict().values()} == {FULL, torch.int64}
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("fp16", HALF), ("fp16", torch.bfloat16), ("bf16", HALF), ("fp8", HALF)]
+)
+def test_half_precision_weights_under_autocast_are_refused(precision: str, dtype: torch.dtype) -> None:
+    """Their gradients cannot be unscaled, or they meet activations of another half precision."""
+    model = nn.Linear(16, 16).to(dtype)
+    with pytest.raises(TypeError, match=rf"weight is {dtype}; .* call model.float\(\) before the optimizer is made"):
+        make(precision).boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    make(precision).boost(model)
+    model.requires_grad_(False)
+    make(precision).boost(model, torch.optim.SGD([model.weight, nn.Parameter(torch.ones(2))], lr=0.1))
+
+
 class Doubled(MixedPrecision):
     """A user's own precision."""
 

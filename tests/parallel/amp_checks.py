@@ -117,6 +117,26 @@ def accumulation(level: str, kind: str, combined: bool, silent: bool) -> Check:
     return check
 
 
+def local_gradients_are_not_unscaled(rank: int) -> None:
+    """Gradients that one process has for itself are kept scaled, or refused: the processes' weights drifted apart."""
+    for level in ("O1", "O2"):
+        net = Net()
+        net, optimizer = quiet(net, OPTIMIZERS["SGD"](net.parameters()), opt_level=level)
+        model = DistributedDataParallel(net)
+        for is_outside in (True, False):
+            outer, inner = (model.no_sync(), contextlib.nullcontext())[:: 1 if is_outside else -1]
+            scaling = amp.scale_loss(loss_of(model, rank), optimizer)
+            refusal = pytest.raises(RuntimeError, match=r"give delay_unscale=True to passes inside of no_sync\(\)")
+            with refusal, outer, scaling as scaled, inner:
+                scaled.backward()
+            optimizer.zero_grad()
+        other = Net()
+        other, others = quiet(other, OPTIMIZERS["SGD"](other.parameters()), opt_level=level)
+        with amp.scale_loss(loss_of(other, rank), others) as scaled:  # a model without a wrapper
+            scaled.backward()
+        amp.shutdown()
+
+
 def trained(rank: int, level: str, kind: str, parts: int | None, **options: Any) -> list[Tensor]:
     """Return the parameters after accumulation, overflow and steps that skip a layer in one rank or in all."""
     torch.manual_seed(0)
@@ -354,6 +374,7 @@ CHECKS: dict[str, Check] = {
     "accumulation_O1_no_sync": accumulation("O1", "FusedAdam", False, True),
     "accumulation_O2_no_sync": accumulation("O2", "SGD", False, True),
     "accumulation_O2_combined": accumulation("O2", "FusedAdam", True, False),
+    "local_gradients_are_not_unscaled": local_gradients_are_not_unscaled,
     "combined_O1": combined_as_wrapped("O1", "FusedAdam", 1),
     "combined_O2": combined_as_wrapped("O2", "SGD", 1, 3, 1000),
     "combined_O2_fused": combined_as_wrapped("O2", "FusedSGD", 3),

@@ -4,8 +4,18 @@ from __future__ import annotations
 
 import warnings
 
+from .._distributed import unreduced
 from ._master_params import AmpOptimizerState
 from .scaler import names_of_parameters
+
+
+def check_reduced(stashes: list[AmpOptimizerState]) -> None:
+    """Raise an error for gradients that would be unscaled, and put aside, before processes have averaged them."""
+    if unreduced.WRAPPERS and any(unreduced.holds_any(stash.model_params) for stash in stashes):
+        raise RuntimeError(
+            "amp.scale_loss would unscale gradients of a backward pass inside of DistributedDataParallel.no_sync(), "
+            "and the next pass would not average them: give delay_unscale=True to passes inside of no_sync()"
+        )
 
 
 def check_gradients(stash: AmpOptimizerState) -> None:

@@ -99,7 +99,7 @@ def floats_of(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _cast_model(model: nn.Module, dtype: torch.dtype, keep_batchnorm: bool) -> None:
-    """Cast parameters and buffers in place; with `keep_batchnorm` leave out batch norms that have parameters.
+    """Cast parameters and buffers in place; with `keep_batchnorm` batch norms that have parameters stay in float32.
 
     Sharded parameters stay as they are, because their sharding casts them for the forward pass.
 
@@ -108,14 +108,17 @@ def _cast_model(model: nn.Module, dtype: torch.dtype, keep_batchnorm: bool) -> N
     `float32_buffers`.
     """
     for module in model.modules():
-        if keep_batchnorm and isinstance(module, _BatchNorm) and module.affine:
-            continue
+        keeps = keep_batchnorm and isinstance(module, _BatchNorm) and module.affine
         of_transformers = type(module).__module__.startswith("transformers.")
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if (of_transformers and name.endswith("inv_freq")) or name in getattr(module, "float32_buffers", ()):
                 continue
-            if tensor is not None and tensor.is_floating_point() and not is_sharded(tensor):
+            if tensor is None or not tensor.is_floating_point() or is_sharded(tensor):
+                continue
+            if not keeps:
                 _cast_tensor(tensor, dtype)
+            elif tensor.dtype != dtype:  # float64 norms, or bfloat16 ones for float16, take no inputs of `dtype`
+                _cast_tensor(tensor, torch.float32)
     _flatten_rnns(model)
 
 

@@ -28,7 +28,7 @@ from ..ops.multi_tensor import scale, zero
 from . import _autocast
 from ._amp_state import _amp_state
 from ._checks import check_flags, check_known, check_loss, checked_optimizers
-from ._gradient_checks import check_gradients, warn_of_changes
+from ._gradient_checks import check_gradients, check_reduced, warn_of_changes
 from ._master_params import AmpOptimizerState, adopt_changes, adopt_frozen, agree, sparse_copy
 from .opt import AmpHandle as AmpHandle
 from .opt import NoOpHandle as NoOpHandle
@@ -133,6 +133,8 @@ def scale_loss(
         finally:
             for stash in stashes:
                 stash.inside_scale_loss = False
+        if not delay_unscale:
+            check_reduced(stashes)
         for stash in stashes:
             stash.params_have_scaled_gradients = bool(delay_unscale)
         if not delay_unscale:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..amp import _autocast
-from ..amp._amp_state import _amp_state
+from ..amp._amp_state import HALF, _amp_state
 from ..ops._host import on_host
 from ..transformer.amp import GradScaler, HysteresisScaler
 from ._precision import CastModel, MixedOptimizer, autocast_criterion, cast_weights
@@ -59,9 +59,21 @@ class Precision(MixedPrecision):
     def _under_autocast(self, model: Any, optimizer: Any, criterion: Any) -> tuple[Any, Any, Any]:
         """Return a model and a criterion under autocast, and an optimizer with this precision's loss scaler."""
         assert self.dtype is not None
+        if optimizer is not None:
+            change_each(model, self._check_weights)
         boosted = change_each(model, lambda chunk: CastModel(chunk, autocast=self.dtype))
         wrapped = None if optimizer is None else MixedOptimizer(optimizer, self.scaler())
         return boosted, wrapped, autocast_criterion(criterion, self.dtype)
+
+    def _check_weights(self, model: nn.Module) -> None:
+        """Raise TypeError for trained weights that can neither be unscaled nor be combined with activations."""
+        for name, param in model.named_parameters():
+            if param.requires_grad and param.dtype in HALF and (torch.float16 in (param.dtype, self.dtype)):
+                raise TypeError(
+                    f"{name} is {param.dtype}; {type(self).__name__} trains float32 weights: call "
+                    "model.float() before the optimizer is made, or use mixed_precision='fp16_naive', which keeps "
+                    "float32 masters of float16 weights"
+                )
 
     def _in_half(self, model: Any, optimizer: Any, criterion: Any, cast_inputs: bool = True) -> tuple[Any, Any, Any]:
         """Return a model with half-precision weights, and an optimizer with float32 master weights."""

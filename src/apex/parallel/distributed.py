@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree
 
+from .._distributed import unreduced
 from .._distributed.comparison import check_same_everywhere, check_settings
 from .._distributed.experts import is_expert
 from .._distributed.groups import make_group, own_group
@@ -232,6 +233,7 @@ class DistributedDataParallel(nn.Module):
         # The autograd engine runs hooks in one thread per device.
         self._lock = threading.RLock()
         self._in_pass = False
+        self._is_silent = False  # inside of `no_sync`
         # True after the settings were compared with other ranks, at the end of the first pass.
         self._is_compared = False
 
@@ -255,11 +257,12 @@ class DistributedDataParallel(nn.Module):
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Leave gradients unreduced in backward passes inside this context; the next pass outside reduces their sum."""
-        outer, self._disable_allreduce = self._disable_allreduce, True
+        outer = self._disable_allreduce, self._is_silent
+        self._disable_allreduce = self._is_silent = True
         try:
             yield
         finally:
-            self._disable_allreduce = outer
+            self._disable_allreduce, self._is_silent = outer
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module, and prepare the reduction for the backward pass."""
@@ -342,10 +345,13 @@ class DistributedDataParallel(nn.Module):
         with self._lock:
             if not self._in_pass and not self._disable_allreduce:
                 self._in_pass = True
+                unreduced.WRAPPERS.discard(self)
                 torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)  # type: ignore[attr-defined]
 
     def _gradient_arrived(self, param: Tensor) -> None:
         if self._disable_allreduce:
+            if self._is_silent:
+                unreduced.WRAPPERS.add(self)
             return
         with self._lock:
             if not self._in_pass:
