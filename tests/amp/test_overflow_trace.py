@@ -1,8 +1,10 @@
 """Messages about skipped steps that name the module whose numbers were the first that are not finite."""
 
 import copy
+import dataclasses
 import math
 import pickle
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -449,6 +451,47 @@ def test_outputs_of_any_structure_and_modules_that_are_not_called(capsys: pytest
     assert line.endswith(", inf; they were computed outside of leaf modules, after parts (Parts)")
     names = [(record.module, record.call) for record in trace.records if record.kind == "forward"]
     assert names == [("first", 1), ("parts", 1), ("parts", 1), ("last", 1), ("last", 2)]
+
+
+@dataclasses.dataclass
+class Hidden:
+    states: Tensor
+    parent: Any = None
+
+
+class Named(OrderedDict):
+    """A mapping that PyTorch does not know as a tree."""
+
+
+@pytest.mark.parametrize("kind", [Hidden, Named])
+def test_outputs_in_dataclasses_and_mappings(kind: type, capsys: pytest.CaptureFixture) -> None:
+    class Packs(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            packed: Any = kind(states=x * math.inf)
+            packed.parent = packed  # a cycle
+            if kind is Named:
+                packed["itself"] = [packed]
+            return packed
+
+    class Unpacks(nn.Module):
+        def forward(self, packed: Any) -> Tensor:
+            return (packed["states"] if kind is Named else packed.states) * 1
+
+    model, optimizer = prepared(network(Packs(), Unpacks()), "O1")
+    trace = amp.trace_overflow(model)
+    train(model, optimizer, 1)
+    (line,) = messages(capsys)
+    assert line.startswith("first in the forward pass: the output of 1 (Packs) is ")
+    packs, unpacks = trace.records[1:3]
+    assert (packs.module, unpacks.module, unpacks.inputs) == ("1", "2", (packs.largest,))
+
+
+def test_modules_that_take_no_hooks_are_left_out(capsys: pytest.CaptureFixture) -> None:
+    model, optimizer = prepared(network(torch.jit.script(nn.Tanh()), Large(math.inf)), "O1")
+    trace = amp.trace_overflow(model)
+    train(model, optimizer, 1)
+    assert "the output of 2 (Large) is " in messages(capsys)[0]
+    assert [record.module for record in trace.records if record.kind == "forward"] == ["0", "2", "3"]
 
 
 def test_parameters_that_modules_return_have_one_hook_and_none_after_the_end() -> None:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import os
 import pickle
+import resource
+import signal
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,6 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from apex import _atomic, checkpoint
+from apex.booster import Booster
+from tests.campaign.trials import in_child
 
 
 def state_of(step: int) -> dict[str, object]:
@@ -35,6 +42,84 @@ def test_round_trip(tmp_path: Path) -> None:
     # Readable by others, as any file that a program writes.
     (tmp_path / "plain").write_text("")
     assert path.stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_a_failed_save_closes_its_file(tmp_path: Path) -> None:
+    """A removed file that a process holds open still fills the disk."""
+
+    def save() -> str:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+        gc.disable()  # errors that are part of cycles stay
+        with contextlib.suppress(OSError):
+            checkpoint.save({"weights": torch.zeros(100_000)}, tmp_path / "large.pt")
+            return "no error"
+        links = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+        return "".join(link for link in links if "large" in link)
+
+    assert in_child(save) == ""
+    assert names(tmp_path) == []
+
+
+def test_files_folders_and_links_are_told_apart(tmp_path: Path) -> None:
+    file, folder, link = tmp_path / "file.pt", tmp_path / "folder", tmp_path / "link"
+    checkpoint.save(state_of(1), file)
+    checkpoint.save_sharded({"weights": torch.ones(3)}, folder)
+    link.symlink_to(folder)
+    state = {"weights": torch.zeros(3)}
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint .*file\.pt, but a file of this name"):
+        checkpoint.load_sharded(state, file)
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint .*folder, but a folder of this name"):
+        checkpoint.load(folder)
+    for path, kind in ((file, "a file"), (link, "a link")):
+        with pytest.raises(FileExistsError, match=f"{path.name} is {kind}, which no folder can replace"):
+            checkpoint.save_sharded(state, path)
+    checkpoint.load_sharded(state, link)
+    assert state["weights"].tolist() == [1.0] * 3
+    assert names(tmp_path) == ["file.pt", "folder", "link"]
+
+
+def test_a_checkpoint_of_the_booster_is_not_called_damaged(tmp_path: Path) -> None:
+    booster = Booster("cpu")
+    model, *_ = booster.boost(torch.nn.Linear(2, 2))
+    path = booster.save_training(checkpoint.Series(tmp_path, sharded=True), 1, model)
+    with pytest.raises(ValueError, match=r"step-00000001 is no checkpoint of save_sharded: .* the Booster's are"):
+        checkpoint.load_sharded({"weights": torch.ones(3)}, path)
+
+
+@pytest.mark.parametrize(
+    ("saved", "own", "fits"),
+    [
+        (torch.float32, torch.int64, False),
+        (torch.complex64, torch.float32, False),
+        (torch.int64, torch.bool, False),
+        (torch.float32, torch.bfloat16, True),
+        (torch.int32, torch.float64, True),
+    ],
+)
+def test_tensors_are_not_cut_off_by_another_kind_of_dtype(
+    saved: torch.dtype, own: torch.dtype, fits: bool, tmp_path: Path
+) -> None:
+    checkpoint.save_sharded({"first": torch.ones(2), "model": {"weights": torch.full((3,), 2, dtype=saved)}}, tmp_path)
+    state: dict[str, Any] = {"first": torch.zeros(2), "model": {"weights": torch.zeros(3, dtype=own)}}
+    if fits:
+        checkpoint.load_sharded(state, tmp_path)
+        assert state["model"]["weights"].tolist() == [2] * 3
+    else:
+        with pytest.raises(RuntimeError, match=rf"model\.weights is {saved} in it, which {own} cannot hold"):
+            checkpoint.load_sharded(state, tmp_path)
+        assert not state["first"].any()
+
+
+def test_a_series_keeps_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    series = checkpoint.Series("run")
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    series.save(state_of(1), 1)
+    assert names(tmp_path / "run") == ["step-00000001.pt"]
+    assert series.latest() == tmp_path / "run" / "step-00000001.pt"
 
 
 def test_the_name_of_another_format_is_refused(tmp_path: Path) -> None:

@@ -7,11 +7,12 @@ nothing waits for the device.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -285,6 +286,8 @@ class OverflowTrace:
     def _switch_on(self) -> None:
         model = self._model()
         for name, module in () if model is None else model.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                continue  # takes no hooks
             # `nn.MultiheadAttention` has a child whose weight it passes to a function: it is called, its child is not.
             if next(module.children(), None) is None or isinstance(module, nn.MultiheadAttention):
                 hook = _ForwardHook(self, name, module._get_name())
@@ -365,14 +368,26 @@ def _version(tensor: Tensor) -> int:
         return 0
 
 
-def _tensors(values: tuple[Any, ...]) -> Sequence[Tensor]:
-    """Return the tensors at any depth of `values`."""
+def _tensors(values: Iterable[Any], seen: frozenset[int] = frozenset()) -> list[Tensor]:
+    """Return the tensors at any depth of `values`: in containers, mappings, dataclasses, and what PyTorch calls trees.
+
+    Objects whose ids are `seen` contain `values`, and are left out.
+    """
     tensors = []
     for value in values:
         if isinstance(value, Tensor):
             tensors.append(value)
-        elif value is not None:
-            tensors += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+        elif value is None or id(value) in seen:
+            continue
+        elif isinstance(value, Mapping):
+            tensors += _tensors(value.values(), seen | {id(value)})
+        elif dataclasses.is_dataclass(value):
+            fields = (getattr(value, field.name, None) for field in dataclasses.fields(value))
+            tensors += _tensors(fields, seen | {id(value)})
+        else:
+            leaves = tree_leaves(value)
+            if len(leaves) != 1 or leaves[0] is not value:
+                tensors += _tensors(leaves, seen | {id(value)})
     return tensors
 
 

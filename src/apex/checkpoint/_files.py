@@ -9,6 +9,7 @@ import pickle
 import struct
 import tempfile
 import threading
+import traceback
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -66,6 +67,10 @@ def write_state(state: Any, path: Path, use_safetensors: bool = False) -> None:
             # Passed by name, because PyTorch then writes without calling Python.
             torch.save(state, path)
         except RuntimeError as error:
+            # Their variables hold the file open, and an error is often part of a cycle: a removed file would fill the
+            # disk until the next garbage collection.
+            for failure in (error, error.__context__):
+                traceback.clear_frames(failure.__traceback__ if failure else None)
             raise disk_error(path) or error from None
 
 
@@ -121,7 +126,8 @@ def load(path: str | os.PathLike[str], *, map_location: Any = None, weights_only
 def opened(path: Path) -> Iterator[IO[bytes]]:
     """Open a file; raise a FileNotFoundError that calls it a checkpoint if it is missing."""
     if not path.is_file():
-        raise FileNotFoundError(f"there is no checkpoint {path}")
+        hint = ", but a folder of this name, which load_sharded or the Booster reads" if path.is_dir() else ""
+        raise FileNotFoundError(f"there is no checkpoint {path}{hint}")
     with open(path, "rb") as file:
         yield file
 

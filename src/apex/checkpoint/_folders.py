@@ -102,6 +102,9 @@ def prepare(path: Path, names: Iterable[str], only_checkpoints: bool = False) ->
 
 
 def _check_target(path: Path, names: Iterable[str], only_checkpoints: bool) -> None:
+    if path.is_symlink() or (path.exists() and not path.is_dir()):
+        kind = "a link" if path.is_symlink() else "a file"
+        raise FileExistsError(errno.EEXIST, f"{path} is {kind}, which no folder can replace; choose another path")
     if only_checkpoints:
         check_is_checkpoint(path)
     check_names(path, names)

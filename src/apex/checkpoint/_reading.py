@@ -72,6 +72,11 @@ def checked_metadata(generation: Generation) -> metadata.Metadata:
     lists.
     """
     listed = generation.manifest or {}
+    if listed and METADATA not in listed:
+        raise ValueError(
+            f"{generation.path} is no checkpoint of save_sharded: its {MANIFEST} lists no {METADATA}; the Booster's "
+            "are read by its load_model, load_optimizer and resume_latest"
+        )
     others: set[Any] = {METADATA} - set(listed)
     try:
         if not others:
@@ -156,6 +161,16 @@ class Planner(DefaultLoadPlanner):
         super().set_up_planner(state_dict, *args, **kwargs)
         state_dict.update(splits)
         self.state_dict.update(splits)
+
+    def create_local_plan(self) -> LoadPlan:
+        saved = self.metadata.state_dict_metadata if self.metadata is not None else {}
+        for name, value in self.state_dict.items():
+            entry = saved.get(name)
+            if isinstance(value, torch.Tensor) and isinstance(entry, metadata.TensorStorageMetadata):
+                before = entry.properties.dtype
+                if not torch.can_cast(before, value.dtype):
+                    raise ValueError(f"{name} is {before} in it, which {value.dtype} cannot hold")
+        return super().create_local_plan()
 
     def lookup_tensor(self, index: metadata.MetadataIndex) -> torch.Tensor:
         value = self.state_dict[index.fqn]

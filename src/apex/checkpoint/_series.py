@@ -69,7 +69,7 @@ class Series:
         keep = None if keep is None else integer("keep", keep)
         if keep is True or (keep is not None and keep < 1):
             raise ValueError(f"keep must be at least 1, or None to keep all checkpoints, not {keep}")
-        self.folder = Path(folder)
+        self.folder = Path(folder).absolute()  # the working directory may change between saves
         self.keep = keep
         self.sharded = sharded
 
@@ -152,12 +152,8 @@ class Series:
 
 
 def tidying(series: Series, step: int) -> Callable[[], None]:
-    """Return a function, which can be pickled, that removes old checkpoints after a save of `step`.
-
-    It has an absolute path, because another process may call it after this one has changed its working directory.
-    """
-    tidied = Series(series.folder.absolute(), keep=series.keep, sharded=series.sharded)
-    return functools.partial(tidied._tidy, step)
+    """Return a function, which can be pickled, that removes old checkpoints after a save of `step`."""
+    return functools.partial(series._tidy, step)
 
 
 def _remove(path: Path) -> None:

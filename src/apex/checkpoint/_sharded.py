@@ -133,8 +133,8 @@ def load_sharded(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
     All processes call it. All of them raise `FileNotFoundError` if the folder is missing, and `DamagedCheckpoint` if it
     is damaged or its metadata has anything else than metadata. Nothing in it is executed: values that are not tensors
     must be readable by `torch.load(weights_only=True)`. Raises a RuntimeError if they are not, or if `state` does not
-    fit, also if an optimizer has no state yet that the saved one could be read into. All errors come before `state` is
-    changed.
+    fit: other shapes, an integer tensor for floating-point numbers, or an optimizer that has no state yet which the
+    saved one could be read into. All errors come before `state` is changed.
     """
     check_state(state)
     with open_checked(path) as reader:
@@ -182,7 +182,10 @@ def open_checked(path: str | os.PathLike[str]) -> Reader:
             checked_metadata(generation)
             manifest = generation.manifest
         except FileNotFoundError as error:
-            failure = FileNotFoundError, str(error)
+            hint = ", but a file of this name, which apex.checkpoint.load reads" if folder.is_file() else ""
+            failure = FileNotFoundError, f"{error}{hint}"
+        except ValueError as error:
+            failure = ValueError, str(error)
         except (DamagedCheckpoint, OSError) as error:
             failure = DamagedCheckpoint, str(error)
     failure, folder, manifest = from_first((failure, folder, manifest))
