@@ -23,12 +23,8 @@ from apex.transformer import checkpoint, finalize_model_grads, parallel_state, t
 from apex.transformer.amp import GradScaler
 from apex.transformer.context_parallel import get_batch_on_this_cp_rank
 from apex.transformer.enums import ModelType
-from apex.transformer.pipeline_parallel import build_model, get_forward_backward_func
+from apex.transformer.pipeline_parallel import build_model, get_forward_backward_func, utils
 from apex.transformer.pipeline_parallel.schedules import forward_backward_zero_bubble
-from apex.transformer.pipeline_parallel.utils import (
-    average_losses_across_data_parallel_group,
-    setup_microbatch_calculator,
-)
 from apex.transformer.testing.standalone_gpt import gpt_model_provider
 from apex.transformer.testing.standalone_transformer_lm import TransformerConfig
 
@@ -75,7 +71,7 @@ sizes = {"context_parallel_size": args.context, "expert_model_parallel_size": ar
 parallel_state.initialize_model_parallel(args.tensor, args.pipeline, chunks, **sizes)
 tensor_parallel.model_parallel_cuda_manual_seed(1)
 replica, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-setup_microbatch_calculator(dist.get_rank(), None, args.batch, args.microbatch, replicas)
+utils.setup_microbatch_calculator(dist.get_rank(), None, args.batch, args.microbatch, replicas)
 
 # This rank's part of the model. Its weights do not depend on the split.
 folded = args.zero_bubble and args.chunks == 2
@@ -136,7 +132,7 @@ def forward_step(batch, stage):
 
     def loss_function(losses):
         loss = losses.mean()
-        return loss, average_losses_across_data_parallel_group([loss])
+        return loss, utils.average_losses_across_data_parallel_group([loss])
 
     return losses, loss_function
 
