@@ -7,6 +7,8 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -116,13 +118,19 @@ def test_elastic_goes_on_to_the_bit_after_a_kill_and_in_one_process(tmp_path: Pa
     assert first[0].returncode == 1
     assert re.search(r"RuntimeError: rank 0 of 2: .* failed", first[0].stderr)
     assert first[0].stdout.splitlines() == lines[:3]
-    shutil.copytree(tmp_path / "killed", tmp_path / "alone")
-    again = run_example("elastic", *common, "--wait", *folder, cwd=tmp_path, processes=2)
-    assert again.splitlines() == ["resumed after step 2 in 2 processes", *lines[2:]]
-    alone = run_example("elastic", *common, "--checkpoints", "alone", cwd=tmp_path, processes=1)
+    alone = run_example("elastic", *common, *folder, cwd=tmp_path, processes=1)
     assert alone.splitlines() == ["resumed after step 2 in 1 processes", *lines[2:]]
-    names = sorted(path.name for path in (tmp_path / "alone").iterdir())
+    names = sorted(path.name for path in (tmp_path / "killed").iterdir())
     assert names == ["step-00000004", "step-00000006"]
+
+    launcher = (sys.executable, "-m", "apex", "run", "--nproc-per-node", "2", "--max-restarts", "1")
+    script = (str(EXAMPLES / "elastic" / "main.py"), *common, "--wait", "--checkpoints", "restarted", "--kill-at", "4")
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    restarted = subprocess.run(
+        (*launcher, *script), cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert restarted.returncode == 0, restarted.stderr
+    assert restarted.stdout.splitlines() == [*lines[:3], "resumed after step 2 in 2 processes", *lines[2:]]
 
 
 def test_imagenet_resumes_to_the_bit(tmp_path: Path) -> None:
