@@ -98,6 +98,11 @@ def test_steps_refuse_what_would_be_ignored() -> None:
         step(nn.Linear(3, 1))
     assert model.weight.grad is None
     assert len(step([model], async_comm=True)) == 2
+    model.weight.grad = None
+    partial = {"num_micro_batches_with_partial_activation_checkpoints": 1, "tensor_shape": (2, 1)}
+    with pytest.raises(ValueError, match="does not go with zero-bubble schedules"):
+        schedules.forward_backward_zero_bubble(forward_step, batch, model, forward_only=False, **partial)
+    assert model.weight.grad is None
     utils._reconfigure_microbatch_calculator(1, [2, 2, 8], 8, 4, 1)  # no microbatch in a batch of two samples
     with pytest.raises(ValueError, match="the number of microbatches is 0"):
         step()

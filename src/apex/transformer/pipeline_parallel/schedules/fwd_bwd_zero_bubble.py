@@ -23,11 +23,16 @@ def forward_backward_zero_bubble(
 
     Takes the interleaved schedule's options. ZB-V's chunks come from `build_model(...,
     virtual_pipeline_model_parallel_size=2, placement="v")`. Reentrant checkpoints, `tensor_parallel.checkpoint` among
-    them, are not supported, because their backward passes cannot be split.
+    them, are not supported, because their backward passes cannot be split; nor is
+    `num_micro_batches_with_partial_activation_checkpoints`.
     """
     chunks = listify_model(model)
     if get_model_type(chunks[0]) == ModelType.encoder_and_decoder:
         raise ValueError("zero-bubble schedules are for models of one encoder or decoder: use the 1F1B schedule")
+    if options.get("num_micro_batches_with_partial_activation_checkpoints") is not None:
+        raise ValueError(
+            "num_micro_batches_with_partial_activation_checkpoints does not go with zero-bubble schedules: use 1F1B"
+        )
     sync = PipelineGradientSync(
         chunks, options.get("custom_sync_context_handler"), options.get("custom_grad_sync_func"), per_chunk=True
     )
