@@ -117,9 +117,11 @@ def _look_for_triton() -> str | None:
         return "the triton package is not installed"
     try:
         import triton
+
+        version = tuple(map(int, triton.__version__.split(".")[:2]))
     except Exception as error:  # a broken installation must not take the library down with it
         return f"importing triton failed: {type(error).__name__}: {error}"
-    if not _env.triton_interpreter_requested() and tuple(map(int, triton.__version__.split(".")[:2])) < OLDEST_TRITON:
+    if version < OLDEST_TRITON and not _env.triton_interpreter_requested():
         return f"Triton {triton.__version__} cannot compile the kernels; PyTorch 2.8 comes with 3.4, which can"
     return None
 
