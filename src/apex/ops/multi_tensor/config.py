@@ -17,6 +17,10 @@ WARPS = 4
 # addresses and shares a group's largest number with others only once.
 CODES_PER_THREAD = 16
 
+# Blocks that a program with such lists walks over, and how many of them are on their way at a time. TODO figures
+CODED_BLOCKS = 8
+CODED_STAGES = 2
+
 # A measuring program writes one partial sum per quantity. If there would be more programs than this, each walks over
 # several blocks, so that the sums of any model take less than a megabyte.
 MEASURING_PROGRAMS = 1 << 16
@@ -80,6 +84,14 @@ def blocks_per_program(facts: DeviceFacts, blocks: int, elements: int) -> int:
     least = 1 << max(0, (blocks - 1) // MEASURING_PROGRAMS).bit_length()
     wanted = min(WALK // elements, blocks // ENOUGH_PROGRAMS)
     return max(least, 1 << max(0, wanted.bit_length() - 1))
+
+
+def walk(facts: DeviceFacts, blocks: int, has_codes: bool) -> tuple[int, int]:
+    """Return how many of the `blocks` a program that measures nothing walks over, and the stages of its loads."""
+    if facts.backend == "interpreter":
+        return (2, 2) if has_codes else (1, 1)  # so that tests see both
+    is_long = blocks >= CODED_BLOCKS * ENOUGH_PROGRAMS
+    return (CODED_BLOCKS, CODED_STAGES) if has_codes and is_long and facts.backend == "cuda" else (1, 1)
 
 
 def sum_block(partials: int) -> int:

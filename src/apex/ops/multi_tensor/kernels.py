@@ -352,9 +352,11 @@ def apply_rule(
     table, moving, programs, noop, grad_scale, scalars, whole, overflow, nonfinite_counts, noise_places, partials,
     bounds, tickets, out, factor, s0, s1, s2, s3, s4, s5, s6, s7, seed, limit, margin, share,
     RULE: tl.constexpr, TYPES: tl.constexpr, CONSTANTS: tl.constexpr, FINISH: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    BLOCKS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Apply `RULE` to up to BLOCKS blocks, one after the other, of one tensor of each list.
+
+    With STAGES above 1 the next blocks are loaded into shared memory meanwhile.
 
     FINISH is None or PER_TENSOR, ROOT, AVERAGE, COLUMNS and a block size. With it, the last program of each tensor (if
     PER_TENSOR, and then no tensor may be empty), or the last of all programs, sums the measurements in the same launch,
@@ -403,6 +405,13 @@ def apply_rule(
     else:
         # A run-time bound: a loop with a constant number of steps would be unrolled until registers spill.
         end = tl.minimum(size, offset + BLOCK * BLOCKS)
+        if STAGES > 1:
+            for _ in tl.range(((end - offset) // BLOCK).to(tl.int32), num_stages=STAGES):
+                q0, q1, q2, q3 = _block(
+                    tensors, slots, numbers, tensor, offset, size, (q0, q1, q2, q3), RULE, TYPES, CONSTANTS, BLOCK,
+                    MASKED=False,
+                )  # fmt: skip
+                offset += BLOCK
         while offset < end:
             q0, q1, q2, q3 = _block_or_end(
                 tensors, slots, numbers, tensor, offset, size, (q0, q1, q2, q3), RULE, TYPES, CONSTANTS, BLOCK

@@ -94,10 +94,12 @@ class TritonRowLists(TritonLists):
         average = sum(self.sizes) // max(1, len(self.sizes))
         return min(largest, max(MINIMUM_BLOCK, _device.next_power_of_2(average)))
 
-    def _blocks_per_program(self, block: int, lists: int) -> int:
+    def _walk(self, block: int, lists: int, measures: bool) -> tuple[int, int]:
         """Return as many blocks as a row has, so that no partial sums remain, unless a row is very long."""
         needed = -(-max(self.sizes) // block)
-        return _device.next_power_of_2(needed) if needed <= LONGEST_WALK else super()._blocks_per_program(block, lists)
+        if measures and needed <= LONGEST_WALK:
+            return _device.next_power_of_2(needed), 1
+        return super()._walk(block, lists, measures)
 
     def _measured(self, rule: Rule, hyper: dict[str, Any], flags: tuple[bool, ...], total: Sum, given: Any) -> Tensor:
         layout = self._layout(rule)

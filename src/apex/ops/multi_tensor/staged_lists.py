@@ -158,12 +158,12 @@ class StagedLists(TritonLists):
         for tensor, size in enumerate(self.sizes if limit else ()):
             # Column, slot, bytes of the tensor, and how many of them belong to a block.
             parts = [
-                (column, slot, part, layout.block // (GROUP if grouped else 1) * tensors[tensor].element_size())
+                (column, slot, part, layout.elements // (GROUP if grouped else 1) * tensors[tensor].element_size())
                 for column, (slot, members, tensors, grouped) in enumerate(columns)
                 if (part := members[tensor]) is not None
             ]
             per_block = sum(width for *_, width in parts)
-            first, blocks = 0, -(-size // layout.block)
+            first, blocks = 0, -(-size // layout.elements)
             while first < blocks:
                 draft = drafts[-1]
                 room = limit - draft.nbytes

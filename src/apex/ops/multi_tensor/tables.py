@@ -116,11 +116,15 @@ def _low_bits(addresses: Sequence[int]) -> int:
 class Layout:
     """An assignment of programs to blocks of tensors, computed from the sizes of the tensors."""
 
-    def __init__(self, sizes: Sequence[int], block: int, device: torch.device, blocks_per_program: int = 1) -> None:
+    def __init__(
+        self, sizes: Sequence[int], block: int, device: torch.device, blocks_per_program: int = 1, stages: int = 1
+    ) -> None:
         self.block = block
         self.blocks_per_program = blocks_per_program
+        self.stages = stages  # of a program's loads
+        self.elements = block * blocks_per_program  # of a program
         with _device.real_tensors():
-            counts = -(-torch.tensor(sizes, **INDICES) // (block * blocks_per_program))
+            counts = -(-torch.tensor(sizes, **INDICES) // self.elements)
             ends = counts.cumsum(0)
             self.count = int(ends[-1]) if len(sizes) else 0
             most = int(counts.max()) if len(sizes) else 0
@@ -128,7 +132,7 @@ class Layout:
             self.most = most
             if self.count >= 2**31:
                 raise ValueError(
-                    f"{self.count} blocks of {block * blocks_per_program} elements are more than one launch can take"
+                    f"{self.count} blocks of {self.elements} elements are more than one launch can take"
                 )
             self.programs: Tensor | None = None  # None: each tensor has one program, with the tensor's number
             if most > 1 or self.count < len(sizes):

@@ -75,7 +75,7 @@ class TritonLists:
         self.noise_places: Tensor | None = None
         self.table = self._make_table(slots, copy)
         self.sizes = tuple(self.table.sizes)
-        # Keys: a rule, or a block size and blocks per program.
+        # Keys: a rule, or a block size, blocks per program and stages.
         self._layouts: dict[Any, Layout] = {}
         # Whether the last program adds up the sums: of all tensors, or of every tensor, which must then have a program.
         publishes = _device.facts(self.device).publishes_for_all
@@ -212,7 +212,7 @@ class TritonLists:
         settings = (flags, on_device, checks, dtypes, self._types, self._columns, table.aligned, rounds, self._codecs)
         warps = config.warps(_device.facts(self.device), layout.block, self._has_codes)
         for count, programs, fixed in self._launches(rule, layout):
-            shape = (count, programs is None, layout.block, layout.blocks_per_program, warps)
+            shape = (count, programs is None, layout.block, layout.blocks_per_program, layout.stages, warps)
             _rule_launch(rule, *shape, *settings, finishing)(
                 (fixed, table.moving, programs, *inputs, partials, bounds, tickets, out, factor), (*numbers, *by)
             )
@@ -258,10 +258,12 @@ class TritonLists:
         """Return the elements of each of `lists` lists that a program handles at once."""
         return config.block(_device.facts(self.device), lists, max(self.sizes, default=0))
 
-    def _blocks_per_program(self, block: int, lists: int) -> int:
-        """Return how many blocks of `lists` lists a program that measures walks over."""
-        blocks = sum(-(-size // block) for size in self.sizes)
-        return config.blocks_per_program(_device.facts(self.device), blocks, lists * block)
+    def _walk(self, block: int, lists: int, measures: bool) -> tuple[int, int]:
+        """Return how many blocks of `lists` lists a program walks over, and the stages of its loads."""
+        blocks, facts = sum(-(-size // block) for size in self.sizes), _device.facts(self.device)
+        if measures:
+            return config.blocks_per_program(facts, blocks, lists * block), 1
+        return config.walk(facts, blocks, self._has_codes)
 
     def _layout(self, rule: Rule) -> Layout:
         """Return the layout for a rule: a program per block, or, if it measures, per several, to save memory."""
@@ -269,9 +271,9 @@ class TritonLists:
         if layout is None:
             lists = len(rule.slots) + (self._copied and 0 in rule.writes)
             block = self._block_for(lists)
-            shape = block, self._blocks_per_program(block, lists) if rule.quantities else 1
+            shape = (block, *self._walk(block, lists, bool(rule.quantities)))
             if shape not in self._layouts:
-                self._layouts[shape] = Layout(self.sizes, block, self.device, shape[1])
+                self._layouts[shape] = Layout(self.sizes, block, self.device, *shape[1:])
             layout = self._layouts[rule] = self._layouts[shape]
         return layout
 
@@ -310,6 +312,7 @@ def _rule_launch(
     one_each: bool,  # every tensor has one program, so there is no table of programs
     block: int,
     blocks_per_program: int,
+    stages: int,
     warps: int,
     flags: tuple[bool, ...],
     on_device: tuple[int, ...],
@@ -341,5 +344,6 @@ def _rule_launch(
         FINISH=finishing and finishing[:5],
         BLOCK=block,
         BLOCKS=blocks_per_program,
+        STAGES=stages,
         num_warps=warps,
     )
