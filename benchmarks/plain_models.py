@@ -4,7 +4,11 @@
     python benchmarks/plain_models.py --rows vit_b16 gpt2 --output vit.json
     python benchmarks/plain_models.py --tiny --device cpu --rows gpt2 --columns "torch.amp" "apex.boost"
 
-Forward, backward and AdamW in bfloat16. All columns of a row are made in one process and are warm before the first is
+Forward, backward and AdamW in bfloat16. "by hand" is what a user puts together of our parts: `apex.fuse` of the model,
+FusedAdam and O5 of `apex.amp`, as it is, in `apex.graphs.capture`, or with model and loss compiled in it; the quickest
+of the three is chosen by a few steps of each, which the result has as "report".
+
+All columns of a row are made in one process and are warm before the first is
 timed; they are timed in turns. If the next column does not fit into memory, those before it are timed and freed first;
 `turn` numbers the columns that were timed together. `ms` is the median over rounds. `MiB` is the most memory that
 PyTorch reserved for the column while it ran steps alone, with its weights, state and graphs; `pools` splits it into
@@ -39,7 +43,7 @@ from apex._bench.environment import describe, device_name, device_stem
 from apex._installed import installed_version
 
 RESULTS = Path(__file__).parent / "results"
-COLUMNS = ("torch.amp", "compile", "reduce-overhead", "liger", "apex.boost", "apex.boost fp8")
+COLUMNS = ("torch.amp", "compile", "reduce-overhead", "liger", "by hand", "apex.boost", "apex.boost fp8")
 
 
 class LigerPatch:
@@ -74,11 +78,16 @@ class Column:
         if column == "liger" and not row.liger:
             raise LookupError("Liger-Kernel has no patch for this model")
         model = make_model(row, arguments)
-        self.step = self._boosted(row, column, model) if column.startswith("apex") else self._torch(row, column, model)
+        self.report: Callable[[], Any] | None = None
         warmup = 24 if column.startswith("apex") and self.is_gpu else 4  # apex.boost measures three variants
+        variants = self._variants(row, column, model, arguments.tiny)
+        self.step = next(iter(variants.values()))
         self.losses = [float(self.step(*batch))]
         self.first_step = time.perf_counter() - begin
         self.losses += [float(self.step(*batch)) for _ in range(warmup - 1)][:3]
+        if len(variants) > 1:
+            self._choose(variants)
+        del variants  # steps that were not chosen hold graphs
         if self.is_gpu:
             torch.cuda.synchronize()
         self.first = time.perf_counter() - begin
@@ -87,6 +96,59 @@ class Column:
             name: [a - b for a, b in zip(now, self.base_pools[name], strict=True)] for name, now in pools().items()
         }
         self.times: list[float] = []
+
+    def _variants(self, row: Row, column: str, model: Any, tiny: bool) -> dict[str, Callable[..., Tensor]]:
+        """Return the steps of a column by name, of which the quickest counts."""
+        if column == "by hand":
+            return self._by_hand(row, model, tiny)
+        return {column: (self._boosted if column.startswith("apex") else self._torch)(row, column, model)}
+
+    def _choose(self, variants: dict[str, Callable[..., Tensor]]) -> None:
+        """Time a few steps of each variant and keep the quickest."""
+        milliseconds, reason = dict[str, float](), ""
+        for name, self.step in variants.items():
+            for _ in range(4):  # three eager steps and a capture
+                self.step(*self.batch)
+            self.times = []
+            for _ in range(3):
+                self.time(1)
+            milliseconds[name] = statistics.median(self.times)
+            if isinstance(self.step, apex.graphs.CapturedStep):
+                reason = f"it cannot be captured: {self.step.reason}" if self.step.reason else reason
+                self.step.invalidate()  # the next variant needs the memory of its graphs
+        best = min(milliseconds, key=milliseconds.__getitem__)
+        self.step = variants[best]
+        for _ in range(4):
+            self.step(*self.batch)
+        times = ", ".join(f"{name} {each:.2f} ms" for name, each in milliseconds.items())
+        self.report = lambda: f"chosen     {best} ({times}) {reason}".rstrip()
+
+    def _by_hand(self, row: Row, model: Any, tiny: bool) -> dict[str, Callable[..., Tensor]]:
+        apex.fuse(model, verbose=False)
+        plain: Any = apex.optimizers.FusedAdam(
+            model.parameters(), lr=1e-4, weight_decay=0.01, materialize_master_grads=False
+        )
+        model, optimizer = apex.amp.initialize(model, plain, opt_level="O5", verbosity=0)
+
+        def loss(*batch: Tensor) -> Tensor:
+            return row.loss(model, *batch)
+
+        def trained_by(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
+            def train_step(*batch: Tensor) -> Tensor:
+                value = loss(*batch)
+                with apex.amp.scale_loss(value, optimizer) as scaled:
+                    scaled.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                return value.detach()
+
+            return train_step
+
+        # Compiling a tiny model for a CPU would take longer than all else.
+        compiled = torch.compile(loss, dynamic=False, **({"backend": "aot_eager"} if tiny else {}))
+        captures = {"captured": loss, "compiled and captured": compiled}
+        steps = {name: apex.graphs.capture(trained_by(each)) for name, each in captures.items()}
+        return {"eager": trained_by(loss), **steps}
 
     def _boosted(self, row: Row, column: str, model: Any) -> Callable[..., Tensor]:
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -101,7 +163,7 @@ class Column:
             optimizer.zero_grad()
             return loss.detach()
 
-        self._decorator = step
+        self.report = step.report
         return train_step
 
     def _torch(self, row: Row, column: str, model: Any) -> Callable[..., Tensor]:
@@ -176,7 +238,7 @@ class Column:
         result |= {"first_step_s": round(self.first_step, 1), "first_s": round(self.first, 1)}
         result["losses"] = [round(loss, 4) for loss in self.losses]
         result["rounds"] = [round(each, 3) for each in self.times]
-        return {**result, "report": str(self._decorator.report())} if hasattr(self, "_decorator") else result
+        return result if self.report is None else {**result, "report": str(self.report())}
 
     def profile(self) -> str:
         """Return the longest kernels of two steps."""
@@ -304,7 +366,7 @@ def show(results: dict[str, Any], least: dict[str, Any]) -> None:
             f"{seconds}, turn {result['turn']}"
         )
         if "report" in result:
-            lines = [line for line in result["report"].splitlines() if line.startswith(("fuse", "compile"))]
+            lines = [line for line in result["report"].splitlines() if line.startswith(("fuse", "compile", "chosen"))]
             print("\n".join(f"    {line[:400]}" for line in lines), flush=True)
 
 

@@ -6,6 +6,7 @@ transformers say so if it is missing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -335,6 +336,24 @@ def _tokens(count: int, length: int, vocabulary: int, masked: bool = False) -> C
     return draw
 
 
+def _completions(count: int, prompt: int, length: int, vocabulary: int) -> Callable[[], Batch]:
+    """Return a function that draws completions of one prompt: tokens, mask, advantages, earlier log-probabilities.
+
+    Tokens and the prompt have `length` and `prompt` positions; mask and log-probabilities have a number for each
+    position of the completions, which end at different lengths.
+    """
+
+    def draw() -> Batch:
+        tokens, rewards = torch.randint(vocabulary, (count, length)), torch.randn(count)
+        tokens[:, :prompt] = tokens[0, :prompt]
+        ends = torch.randint((length - prompt) // 2, length - prompt + 1, (count, 1))
+        mask = (torch.arange(length - prompt) < ends).float()
+        earlier = 0.1 * torch.randn(mask.shape) - math.log(vocabulary)
+        return tokens, mask, (rewards - rewards.mean()) / rewards.std(), earlier
+
+    return draw
+
+
 def _images(count: int, channels: int, side: int, classes: int | None = 1000) -> Callable[[], Batch]:
     def draw() -> Batch:
         images = torch.randn(count, channels, side, side)
@@ -349,6 +368,15 @@ def own_loss(model: Any, tokens: Tensor, labels: Tensor) -> Tensor:
 
 def labelled_loss(model: Any, tokens: Tensor, labels: Tensor) -> Tensor:
     return model(input_ids=tokens, labels=labels).loss
+
+
+def policy_loss(model: Any, tokens: Tensor, mask: Tensor, advantages: Tensor, earlier: Tensor) -> Tensor:
+    """Return the loss of GRPO without a reference model, averaged over the tokens of all completions."""
+    count = mask.shape[1]
+    logits = model(input_ids=tokens, logits_to_keep=count + 1, use_cache=False).logits[:, :-1].float()
+    ratio = (logits.log_softmax(-1).gather(-1, tokens[:, -count:, None]).squeeze(-1) - earlier).exp()
+    losses = -torch.minimum(ratio * advantages[:, None], ratio.clamp(0.8, 1.2) * advantages[:, None])
+    return (losses * mask).sum() / mask.sum()
 
 
 def class_loss(model: Any, images: Tensor, targets: Tensor) -> Tensor:
@@ -396,6 +424,8 @@ def _tiny_hugging_face(name: str) -> Callable[[], nn.Module]:
 ROWS = {
     "vit_b16": Row(lambda: ViT(12, 768, 224), _images(128, 3, 224), class_loss,
                    lambda: ViT(2, 64, 32), _FEW_IMAGES, True),
+    "vit_l16": Row(lambda: ViT(24, 1024, 224), _images(64, 3, 224), class_loss,
+                   lambda: ViT(3, 64, 32), _FEW_IMAGES, True),
     "bert_base": Row(lambda: Bert(12, 768, 30522, 512), _tokens(32, 512, 30522, masked=True), own_loss,
                      lambda: Bert(2, 64, 64, 16), _FEW_TOKENS),
     "qwen3": Row(lambda: Decoder(14, 1024, 3072, 16, 8, 128, 151936, normed=True), _tokens(2, 4096, 151936), own_loss,
@@ -414,6 +444,8 @@ ROWS = {
                 lambda: UNet(8), _images(2, 4, 8, None), True),
     "hf_qwen3": Row(_hugging_face("Qwen3", **_QWEN), _tokens(2, 4096, 151936), labelled_loss,
                     _tiny_hugging_face("Qwen3"), _FEW_TOKENS, liger="apply_liger_kernel_to_qwen3"),
+    "grpo": Row(_hugging_face("Qwen3", **_QWEN), _completions(8, 256, 1024, 151936), policy_loss,
+                _tiny_hugging_face("Qwen3"), _completions(4, 4, 16, 64)),
     "hf_llama_1b": Row(_hugging_face("Llama", **_LLAMA), _tokens(2, 4096, 128256), labelled_loss,
                        _tiny_hugging_face("Llama"), _FEW_TOKENS, liger="apply_liger_kernel_to_llama"),
     "hf_mixtral": Row(_hugging_face("Mixtral", **_MIXTRAL), _tokens(4, 2048, 32000), labelled_loss,

@@ -51,6 +51,16 @@ def test_experts(tmp_path: Path) -> None:
     assert losses(output)[1] < losses(output)[0] - 0.1
 
 
+@pytest.mark.gpu
+def test_experts_on_a_gpu(tmp_path: Path) -> None:
+    sizes = "--experts 4 --aux-loss 0.02 --layers 2 --steps 20 --save-every 20"
+    expected = losses(run(1, f"{sizes} --opt-level O0 --checkpoints cpu", tmp_path))
+    assert expected[1] < expected[0] - 0.2
+    for level, tolerance in (("O0", 0.02), ("O5", 0.1), ("O2", 0.1)):
+        found = run(1, f"{sizes} --device cuda --opt-level {level} --checkpoints {level}", tmp_path)
+        assert losses(found) == pytest.approx(expected, abs=tolerance), level
+
+
 def test_refused_splits(tmp_path: Path) -> None:
     for words, said in (
         ("--zero --expert-parallel 2", "does not go with"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,18 +28,6 @@ def in_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.mark.parametrize("name", gpu_checks.CHECKS)
 def test_two_processes_on_one_gpu(name: str, in_two: dict[str, str]) -> None:
     assert not in_two[name], in_two[name]
-
-
-@pytest.fixture
-def alone(tmp_path: Path) -> Iterator[None]:
-    """Make an NCCL group of this process."""
-    torch.cuda.set_device(0)
-    torch.distributed.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    tensor_parallel.model_parallel_cuda_manual_seed(5)
-    yield
-    parallel_state.destroy_model_parallel()
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.usefixtures("alone")

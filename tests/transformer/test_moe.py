@@ -21,6 +21,7 @@ from apex.transformer.finalize_grads import _update_routers
 from apex.transformer.moe import moe_utils
 from apex.transformer.moe._groups import ExpertGroups
 from apex.transformer.moe._routing import dense, sparse
+from apex.transformer.moe.token_dispatcher import DISPATCHERS
 from apex.transformer.testing.standalone_transformer_lm import TransformerConfig
 
 EXPERTS, HIDDEN, WIDTH = 4, 8, 6
@@ -92,9 +93,11 @@ def test_layer_is_the_weighted_sum_of_experts(options: dict[str, Any]) -> None:
 def test_steps_of_dispatchers_match_the_layer() -> None:
     """Megatron's six steps with the router's dense results give the output of `MoELayer.forward`."""
     for kind in ("allgather", "alltoall"):
-        layer, x = moe.MoELayer(config(moe_token_dispatcher_type=kind)), numbers(5, 3, HIDDEN)
+        options = config(moe_token_dispatcher_type=kind)
+        layer, x = moe.MoELayer(options), numbers(5, 3, HIDDEN)
+        assert isinstance(layer.token_dispatcher, moe.MoEAllGatherTokenDispatcher)  # one rank waits for no counts
         probs, routing_map = layer.router(x)
-        steps = layer.token_dispatcher
+        steps = DISPATCHERS[kind](EXPERTS, range(EXPERTS), options)
         rows, counts, weights = steps.dispatch_postprocess(
             *steps.token_dispatch(*steps.dispatch_preprocess(x, routing_map, probs))
         )
@@ -110,7 +113,7 @@ def test_steps_of_dispatchers_take_maps_that_are_padded_to_capacity(kind: str) -
     layer, x = moe.MoELayer(config(moe_token_dispatcher_type=kind, **options)), numbers(5, 3, HIDDEN)
     probs, routing_map = layer.router(x)
     assert (routing_map.sum(1) > 2).any()  # more than moe_router_topk
-    steps = layer.token_dispatcher
+    steps = DISPATCHERS[kind](EXPERTS, range(EXPERTS), layer.config)
     rows, counts, weights = steps.dispatch_postprocess(
         *steps.token_dispatch(*steps.dispatch_preprocess(x, routing_map, probs))
     )

@@ -55,7 +55,10 @@ class MoELayer(nn.Module):
             raise ValueError(f"num_moe_experts={experts} is not divisible by {ranks} expert-parallel ranks")
         self.config, local = config, experts // ranks
         first = local * rank_in(groups.ep)
-        dispatcher = DISPATCHERS[config.moe_token_dispatcher_type]
+        kind = config.moe_token_dispatcher_type
+        if kind == "alltoall" and size_of(groups.tp_ep) == 1:
+            kind = "allgather"  # nothing is sent, and the host need not know how many rows there are
+        dispatcher = DISPATCHERS[kind]
         self.token_dispatcher = dispatcher(local, range(first, first + local), config, groups)
         self.router = TopKRouter(config, groups, layer_number=layer_number)
         self.experts = submodules.experts(local, config, groups, layer_number=layer_number)
