@@ -16,7 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._distributed.shards import all_shard_groups, like_parameter, local, place_of, reduce_over, shard_groups
+from .._distributed.shards import (
+    all_shard_groups,
+    is_sharded,
+    like_parameter,
+    local,
+    place_of,
+    reduce_over,
+    shard_groups,
+)
 from ..ops.multi_tensor import Lists, scale
 from ..ops.multi_tensor.codecs import STOCHASTIC, Encoded, Encodings, NoisePlace
 from ..ops.multi_tensor.dispatch import DTYPES, kernel_fits, looks_like
@@ -38,6 +46,9 @@ SlotCodecs = dict[int, tuple[str, str | None]]
 _grad_of = operator.attrgetter("grad")
 _shape = operator.attrgetter("shape")
 _dtype = operator.attrgetter("dtype")
+# Of distributed tensors: `local` of many at once, and how one is distributed.
+_shard_of = operator.attrgetter("_local_tensor")
+_spec_of = operator.attrgetter("_spec")
 _data_ptr = Tensor.data_ptr
 
 
@@ -83,8 +94,14 @@ class UpdateBucket:
         self._held = self._gradients()
         self._gradient_dtypes = set(map(_dtype, self._held))
         # Checks that gradients have the dtypes, sizes and strides of the first ones, and so the parameters' sizes.
-        unconverted = not self._distributed and all(map(operator.is_, self._held, map(_grad_of, self._sources)))
-        self._looks_right: Callable[..., bool] = looks_like(self._held) if unconverted else lambda *_: False
+        unconverted = all(map(operator.is_, self._held, map(_grad_of, self._sources)))
+        # How the gradients are distributed, if all tensors are, and no gradient needs to be converted.
+        self._specs: list[Any] = []
+        if self._distributed and unconverted and all(map(is_sharded, (*self._located, *self._held))):
+            self._specs = list(map(_spec_of, self._held))
+        checkable = unconverted and bool(self._specs) == self._distributed
+        first = list(map(local, self._held))
+        self._looks_right: Callable[..., bool] = looks_like(first) if checkable else lambda *_: False
         self.lists = make(*self._slots(self._held))
         self.device = self.lists.device
         self._addresses = list(map(_data_ptr, self._local_tensors()))
@@ -145,7 +162,13 @@ class UpdateBucket:
         return slots, copy, encodings[0] if encodings else {}
 
     def _local_tensors(self) -> list[Tensor]:
-        return list(map(local, self._located)) if self._distributed else self._located
+        return list(map(_shard_of if self._specs else local, self._located)) if self._distributed else self._located
+
+    def _own_parts(self, gradients: list[Tensor]) -> list[Tensor]:
+        """Return this process's shards of gradients that are distributed like the first ones; others unchanged."""
+        if self._specs and all(map(operator.is_, map(_spec_of, gradients), self._specs)):
+            return list(map(_shard_of, gradients))
+        return gradients
 
     def watch(self, name: str) -> None:
         """Make `refresh` return False if a parameter's state of this name is replaced by another tensor."""
@@ -157,10 +180,11 @@ class UpdateBucket:
             return False
         lists, gradients = self.lists, list(map(_grad_of, self._sources))
         try:
+            gradients = self._own_parts(gradients)
             alike = self._looks_right(*gradients)
             if not (alike or self._fit(gradients)) or not lie_at(self._local_tensors(), self._addresses):
                 return False
-        except (TypeError, RuntimeError):  # a gradient is None or sparse, or a tensor has no memory
+        except (AttributeError, TypeError, RuntimeError):  # a gradient is None or sparse, or a tensor has no memory
             return False
         if not lists.usable():
             return False

@@ -17,7 +17,7 @@ WARPS = 4
 # addresses and shares a group's largest number with others only once.
 CODES_PER_THREAD = 16
 
-# Blocks that a program with such lists walks over, and how many of them are on their way at a time. TODO figures
+# Blocks that a program with such lists walks over, and how many of them are on their way at a time. TODO
 CODED_BLOCKS = 8
 CODED_STAGES = 2
 
