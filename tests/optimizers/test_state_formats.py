@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from apex import amp, graphs
 from apex.ops import implementation
-from apex.optimizers import FusedAdam, FusedLAMB, FusedMuon, FusedSGD
+from apex.optimizers import FusedAdam, FusedLAMB, FusedMuon, FusedSGD, NpuFusedAdamW
 from tests.support.harness import Route, routes
 
 SHAPES = ((7,), (30, 20), (130,), (64,))
@@ -235,6 +235,24 @@ def test_decoded_state_is_that_of_torch_and_of_other_formats(options: dict[str, 
             torch.testing.assert_close(other[name], state[name], rtol=1e-5, atol=1e-12)
     for state, other in zip(decoded["state"].values(), plain.state.values(), strict=True):
         assert all(torch.equal(other[name], state[name]) for name in ("exp_avg", "exp_avg_sq"))
+
+
+@pytest.mark.parametrize("format", ["int8", "float8"])
+def test_optimizers_without_formats_and_other_layouts_decode(format: str) -> None:
+    """Groups of 64 elements follow the memory of the parameter that they were made for."""
+    param = nn.Parameter(torch.randn(8, 16, 3, 3).to(memory_format=torch.channels_last))
+    optimizer = FusedAdam([param], state_format=format)
+    param.grad = torch.exp(3 * torch.randn_like(param))
+    optimizer.step()
+    decoded = optimizer.state_dict(decoded=True)["state"][0]
+    twins = [nn.Parameter(param.detach().contiguous()) for _ in range(2)]
+    for other in (FusedAdam(twins[:1], state_format=format), NpuFusedAdamW(twins[1:])):
+        other.load_state_dict(optimizer.state_dict())
+        saved = other.state_dict(decoded=True) if isinstance(other, FusedAdam) else other.state_dict()
+        found = saved["state"][0]
+        for name in ("exp_avg", "exp_avg_sq"):
+            limit = float(decoded[name].abs().max()) * (0.07 if format == "float8" else 0.01)
+            torch.testing.assert_close(found[name], decoded[name], rtol=0, atol=limit)
 
 
 def test_state_of_torch_is_encoded() -> None:

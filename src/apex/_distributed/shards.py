@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -75,6 +76,21 @@ def place_of(tensor: Tensor) -> tuple[int, int, int, list[int]]:
     inner = max((dimension for _, dimension in cut_dimensions(tensor)), default=0)
     start = sum(index * math.prod(shape[dimension + 1 :]) for dimension, index in enumerate(first))
     return start, max(1, math.prod(shard.shape[inner:])), math.prod(shape[inner:]), first
+
+
+def distributed_like(tensor: Tensor, shard: Tensor, shape: Sequence[int] | None = None) -> Tensor:
+    """Return this process's shard as a tensor distributed like `tensor`; return the shard itself if that is plain.
+
+    The whole tensor has the shape and strides of `tensor`, or is contiguous with another `shape`.
+    """
+    if not is_sharded(tensor):
+        return shard
+    from torch.distributed.tensor import DTensor
+
+    size = tensor.shape if shape is None else torch.Size(shape)
+    stride = tensor.stride() if shape is None else torch.empty(size, dtype=shard.dtype, device="meta").stride()
+    mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
+    return DTensor.from_local(shard, mesh, placements, run_check=False, shape=size, stride=stride)
 
 
 def by_shard_groups(tensors: Sequence[Tensor]) -> list[tuple[tuple[Any, ...], list[int]]]:

@@ -460,10 +460,10 @@ class EncodingOptimizer(FusedOptimizer):
         """Return the state, including master weights, in the format of `torch.optim`.
 
         State in another format than float32 is saved as it is stored, or as float32 numbers if `decoded`, which
-        PyTorch's optimizers and optimizers of another format can load.
+        PyTorch's optimizers and optimizers of another format can load. Codes of groups that shards cut are decoded.
         """
         saved = super().state_dict()
-        return decoded_state(self, saved) if decoded else saved
+        return decoded_state(self, saved, everything=decoded) if self._encodes else saved
 
 
 def run_closure(closure: Callable[[], Any] | None) -> Any:

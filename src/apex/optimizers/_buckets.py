@@ -132,29 +132,21 @@ class UpdateBucket:
             gradients = map(like_parameter, self._sources, gradients)
         return list(map(with_strides_of, self._sources, gradients))
 
-    def _encodings(self) -> Encodings:
-        """Return the codec and the companions of every slot that has a codec."""
-        lists = dict(zip(self._keys, self._state_lists, strict=True))
-        return {
-            slot: Encoded(codec, None if key is None else lists[key]) for slot, (codec, key) in self._codecs.items()
-        }
-
     def _slots(self, gradients: list[Tensor]) -> tuple[Any, ...]:
         """Return the lists for each slot of a rule and the list for copies; and encodings, if slots have codecs."""
-        if self._codecs:
-            slots: list[Any] = [self.params, gradients, *self._state_lists[: len(self.names)]]
-            copy = self._models
-            if self.has_masters:
-                slots[0], copy = self._state_lists[-1], self.params
-            return [*slots, *(None for _ in range(SLOTS - len(slots)))], copy, self._encodings()
         lists = [self.params, gradients, *self._state_lists]
         params, grads, *state = (
             ([local(tensor) for tensor in tensors] for tensors in lists) if self._distributed else lists
         )
         copy = self._models
         if self.has_masters:
-            params, copy = state.pop(), params
-        return [params, grads, *state, *(None for _ in range(SLOTS - 2 - len(state)))], copy
+            params, copy = state[-1], params
+        count = len(self.names)
+        slots = [params, grads, *state[:count], *(None for _ in range(SLOTS - 2 - count))]
+        if not self._codecs:
+            return slots, copy
+        companions: dict[str | None, Any] = {None: None, **dict(zip(self._keys[count:], state[count:], strict=True))}
+        return slots, copy, {slot: Encoded(codec, companions[key]) for slot, (codec, key) in self._codecs.items()}
 
     def current_slots(self) -> tuple[list[list[Tensor] | None], list[Tensor] | None, Encodings]:
         """Return the lists for each slot of a rule, with this step's gradients, the list for copies, and encodings."""
@@ -276,7 +268,7 @@ class GroupBuckets:
             copied = [models[param] for param in params] if params[0] in models else None
             make = optimizer._make_lists
             bucket = make_bucket(params, states, names, make, kind, copied, of_models, dict(codecs))
-            if bucket.shard_groups and optimizer.stochastic_rounding:
+            if bucket.shard_groups and (optimizer.stochastic_rounding or bucket.needs_seed):
                 places = noise_places(params, numbers, by_row=isinstance(bucket.lists, RowLists))
                 bucket.lists.noise_places = upload(places, torch.int64, bucket.device)
             self.buckets.append(bucket)

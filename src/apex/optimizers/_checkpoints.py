@@ -20,7 +20,7 @@ from ..ops._host import HOST
 from ._buckets import MASTER, local
 from ._checks import HYPERPARAMETERS, check_step
 from ._foreign_formats import decoded_foreign
-from ._formats import check_codes, saved_in_any_format
+from ._formats import check_codes, decoded_state, saved_in_any_format
 
 logger = logging.getLogger("apex.optimizers")
 
@@ -96,6 +96,13 @@ def _check_param_state(
         raise ValueError(f"{source} has {sorted(state)}, not {', '.join(missing)}: {name} cannot go on from it")
     if "step" in state:
         check_step(f"step in {source}", state["step"])
+    for key, value in state.items():
+        placements = [getattr(tensor, "placements", "whole") for tensor in (value, param)]
+        if isinstance(value, Tensor) and value.shape == param.shape and value.dim() and placements[0] != placements[1]:
+            raise ValueError(
+                f"{key} in {source} is distributed as {placements[0]}, the parameter as {placements[1]}; "
+                "torch.distributed.checkpoint loads state for other shards"
+            )
     check_codes(optimizer, param, source, state, names)
     for key in (*names, MASTER):
         value = state.get(key)
@@ -151,6 +158,7 @@ def load_state(optimizer: Any, state_dict: dict[str, Any], load: Callable[[dict[
     """Load by PyTorch's own method, then restore the values that it rounded or dropped."""
     state_dict = decoded_foreign(_from_distributed(optimizer, state_dict))
     check_saved(optimizer, state_dict)
+    state_dict = decoded_state(optimizer, state_dict, everything=not optimizer._encodable)
     if any(group.get("maximize") for group in state_dict["param_groups"]):
         raise ValueError("the state dict has maximize=True; fused optimizers only minimise: negate the loss")
     before = [dict(group) for group in optimizer.param_groups]

@@ -3,19 +3,26 @@
 State `name` in a format with scales is two tensors, `name::quantized` (codes, shaped like the parameter) and
 `name::scales`. With `master_bits`, `master_param::remainder` holds the bits of the float32 master that its bfloat16
 parameter lacks. `ops/multi_tensor/codecs.py` has the codecs.
+
+Every shard of a parameter (DTensor) is encoded by itself. Its codes and remainders are distributed like the parameter,
+and so are its scales if no shard cuts a group of 64 elements. Other scales belong to one shard, and state dicts have
+decoded numbers in place of their codes.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from .._distributed.shards import cut_dimensions, distributed_like, is_sharded, local
 from ..ops.multi_tensor import codecs
-from ..ops.multi_tensor.flat import flat, is_dense
-from ._buckets import MASTER, SlotCodecs, local
+from ..ops.multi_tensor.flat import flat, is_dense, laid_out_alike
+from ._buckets import MASTER, SlotCodecs
 
 FORMATS = ("float32", "bfloat16", "int8", "float8")
 # Codecs of each format, for signed numbers and for squares; None: plain numbers of that dtype.
@@ -88,7 +95,9 @@ def add_state(optimizer: Any, state: dict[str, Any], param: Tensor, group: dict[
         if codec is not None:
             state[stored] = codecs.new_codes(codec, param.detach())
             if companions is not None:
-                state[companions] = codecs.new_companions(codec, param)
+                scales = codecs.new_companions(codec, local(param))
+                assert scales is not None
+                state[companions] = _distributed_scales(param, scales)
         else:
             state[name] = optimizer._initial_state(name, param, group)
             if optimizer.state_format == "bfloat16" and name in optimizer._encodable:
@@ -99,9 +108,7 @@ def add_state(optimizer: Any, state: dict[str, Any], param: Tensor, group: dict[
 
 def _check_parameter(optimizer: Any, param: Tensor) -> None:
     options = f"state_format={optimizer.state_format!r}, master_bits={optimizer.master_bits!r}"
-    if local(param) is not param:
-        raise NotImplementedError(f"{options} do not take sharded parameters (DTensor)")
-    if not is_dense(param):
+    if not is_dense(local(param)):
         raise ValueError(
             f"{options} need parameters whose elements fill their memory, not one of shape {tuple(param.shape)} with "
             f"strides {param.stride()}"
@@ -110,10 +117,35 @@ def _check_parameter(optimizer: Any, param: Tensor) -> None:
         raise ValueError(f"{options} need the model's own parameters, not masters that apex.amp made")
 
 
+def _distributed_scales(param: Tensor, scales: Tensor) -> Tensor:
+    """Return the scales of a shard, distributed like the parameter; unchanged if they belong to this shard alone."""
+    shape = _shape_of_scales(param, local(param))
+    return scales if shape is None else distributed_like(param, scales.view(shape), _shape_of_scales(param, param))
+
+
+def _shape_of_scales(param: Tensor, part: Tensor) -> torch.Size | None:
+    """Return the shape of the scales of a distributed parameter, or of its shard; None if shards cut groups.
+
+    The last dimensions, as few as have a multiple of 64 elements, become one: their groups. The first dimension is not
+    among them, so that any number of processes may cut it.
+    """
+    if not is_sharded(param) or not param.is_contiguous():
+        return None
+    widths = {first: math.prod(param.shape[first:]) for first in range(1, param.dim())}
+    first = max((first for first, width in widths.items() if width % codecs.GROUP == 0), default=0)
+    cut = cut_dimensions(param)
+    parts = math.prod(dist.get_world_size(group) for group, dimension in cut if dimension == first)
+    if not first or any(dimension > first for _, dimension in cut):
+        return None
+    if param.shape[first] % parts or widths[first] // codecs.GROUP % parts:
+        return None
+    return torch.Size((*part.shape[:first], math.prod(part.shape[first:]) // codecs.GROUP))
+
+
 def master_of(state: dict[str, Any], param: Tensor) -> Tensor:
     """Return the master of a parameter: its float32 copy, a new one made of its remainder, or the parameter itself."""
     if REMAINDER in state:
-        return codecs.join(param.detach(), state[REMAINDER])
+        return distributed_like(param, codecs.join(local(param), local(state[REMAINDER])))
     return state.get(MASTER, param)
 
 
@@ -126,7 +158,8 @@ def set_master(optimizer: Any, state: dict[str, Any], param: Tensor, value: Tens
     """Set the master of a half-precision parameter, in the optimizer's format, and round it to the parameter."""
     name, stored = MASTER, value.to(torch.float32)
     if optimizer.master_bits is not None and param.dtype == torch.bfloat16:
-        value, stored = codecs.split(stored, _REMAINDER_CODECS[optimizer.master_bits])
+        pair = codecs.split(local(stored), _REMAINDER_CODECS[optimizer.master_bits])
+        value, stored = (distributed_like(param, each) for each in pair)
         name = REMAINDER
     param.copy_(value)
     if name in state:
@@ -145,7 +178,8 @@ def _decoded(state: dict[str, Any], name: str, kind: str) -> Tensor | None:
         return None
     codec = "root8" if kind == "root" else "float8" if codes.dtype == torch.float8_e4m3fn else "signed8"
     values = torch.empty_like(codes, dtype=torch.float32)
-    flat(values).copy_(codecs.decode(codec, flat(codes), state[f"{name}::scales"]))
+    scales = local(state[f"{name}::scales"]).reshape(-1)
+    flat(local(values)).copy_(codecs.decode(codec, flat(local(codes)), scales))
     return values
 
 
@@ -159,21 +193,32 @@ def decoded_values(state: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def decoded_state(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return a state dict whose moments and masters are float32 tensors, as of an optimizer with float32 state."""
+def decoded_state(optimizer: Any, state_dict: dict[str, Any], *, everything: bool) -> dict[str, Any]:
+    """Return a state dict whose moments and masters are float32 tensors, as of an optimizer with float32 state.
+
+    Without `everything` only moments are decoded whose scales belong to one shard, or whose groups would be others in
+    the parameter, which has other strides.
+    """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-    by_key = dict(zip(keys, params, strict=True))
-    states = {}
-    for key, state in state_dict["state"].items():
-        plain = {name: value for name, value in state.items() if "::" not in name}
-        for name, kind in optimizer._encodable.items():
-            values = _decoded(state, name, kind)
-            if values is not None:
-                plain[name] = values
-        if REMAINDER in state:
-            plain[MASTER] = master_of(state, by_key[key])
-        states[key] = plain
+    states = dict(state_dict["state"])
+    for key, param in zip(keys, params, strict=False):
+        plain = dict(states.get(key) or {})
+        for stored, value in list(plain.items()):
+            name, _, part = stored.partition("::")
+            if part == "quantized":
+                own = is_sharded(value) != is_sharded(plain[f"{name}::scales"])
+                if everything or own or not laid_out_alike([local(value), local(param)]):
+                    plain[name] = _decoded(plain, name, "root" if value.dtype == torch.uint8 else "signed")
+                    del plain[stored], plain[f"{name}::scales"]
+            elif everything and name in optimizer._encodable and not part:
+                plain[name] = _decoded(plain, name, optimizer._encodable[name])
+        if everything and REMAINDER in plain:
+            if param.dtype == torch.bfloat16:
+                plain[MASTER] = master_of(plain, param)
+            del plain[REMAINDER]
+        if plain:
+            states[key] = plain
     return {**state_dict, "state": states}
 
 
@@ -185,14 +230,18 @@ def saved_in_any_format(name: str, state: Any) -> bool:
 def check_codes(optimizer: Any, param: Tensor, source: str, state: Mapping[str, Any], names: Sequence[str]) -> None:
     """Raise an error if codes, scales or a remainder in the saved state of a parameter do not fit; see `source`."""
     encodable = getattr(optimizer, "_encodable", {})
-    kinds = {"signed": (torch.int8, torch.float8_e4m3fn), "root": (torch.uint8,)}
+    signed, root = (torch.int8, torch.float8_e4m3fn), (torch.uint8,)
+    kinds = {"signed": signed, "root": root, "": signed + root}
     expected: dict[str, tuple[tuple[torch.dtype, ...], torch.Size]] = {
         REMAINDER: ((torch.int8, torch.int16), param.shape)
     }
     for name in names:
-        if name in encodable and name not in state:
-            groups = torch.Size([-(-param.numel() // codecs.GROUP)])
-            expected[f"{name}::quantized"] = kinds[encodable[name]], param.shape
+        if name not in state and f"{name}::quantized" in state:
+            groups = _shape_of_scales(param, param) or torch.Size([-(-local(param).numel() // codecs.GROUP)])
+            scales: Any = state.get(f"{name}::scales")
+            if not is_sharded(param) and isinstance(scales, Tensor) and scales.numel() == groups[0]:
+                groups = scales.shape  # gathered from shards
+            expected[f"{name}::quantized"] = kinds[encodable.get(name, "")], param.shape
             expected[f"{name}::scales"] = (torch.float32,), groups
     for key, (dtypes, shape) in expected.items():
         value = state.get(key)
@@ -212,15 +261,17 @@ def encode_loaded(optimizer: Any) -> None:
             if not state:
                 continue
             for name in optimizer._state_names(group):
-                _convert(optimizer, state, name)
+                _convert(optimizer, state, param, name)
             _convert_master(optimizer, state, param)
 
 
-def _convert(optimizer: Any, state: dict[str, Any], name: str) -> None:
+def _convert(optimizer: Any, state: dict[str, Any], param: Tensor, name: str) -> None:
     kind, codec = optimizer._encodable.get(name), _codec(optimizer, name)
     if kind is None:
         return
     stored, scales = _stored_name(name, codec), f"{name}::scales"
+    if scales in state and not is_sharded(param):
+        state[scales] = state[scales].reshape(-1)
     dtypes = {"signed8": torch.int8, "root8": torch.uint8, "float8": torch.float8_e4m3fn}
     is_half = optimizer.state_format == "bfloat16"
     current = state.get(stored)
@@ -238,9 +289,10 @@ def _convert(optimizer: Any, state: dict[str, Any], name: str) -> None:
         state[name] = values.to(torch.bfloat16) if is_half else values
         return
     codes = torch.empty_like(values, dtype=dtypes[codec])
-    encoded, state[scales] = codecs.encode(codec, flat(values))
-    flat(codes).copy_(encoded)
-    state[stored] = codes
+    encoded, new_scales = codecs.encode(codec, flat(local(values)))
+    assert new_scales is not None
+    flat(local(codes)).copy_(encoded)
+    state[stored], state[scales] = codes, _distributed_scales(param, new_scales)
 
 
 def _convert_master(optimizer: Any, state: dict[str, Any], param: Tensor) -> None:
@@ -258,7 +310,7 @@ def _convert_master(optimizer: Any, state: dict[str, Any], param: Tensor) -> Non
     state.pop(REMAINDER, None)
     if wanted is not None:
         state.pop(MASTER, None)
-        values = master.to(torch.float32)
-        state[REMAINDER] = codecs.remainders_of(values, param, _REMAINDER_CODECS[wanted])
+        remainders = codecs.remainders_of(local(master).to(torch.float32), local(param), _REMAINDER_CODECS[wanted])
+        state[REMAINDER] = distributed_like(param, remainders)
     elif current is not None and optimizer.master_weights:
         state[MASTER] = master

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._distributed import collectives
-from .._distributed.shards import cut_dimensions, local
+from .._distributed.shards import cut_dimensions, distributed_like, local
 
 logger = logging.getLogger("apex.optimizers")
 
@@ -197,13 +197,9 @@ class FullMatrices:
 
     def gather(self) -> None:
         """Bring every matrix to every process."""
-        from torch.distributed.tensor import DTensor
-
         for param, view, whole in self._whole:
-            shard = view.view(local(param).shape)
-            layout: dict[str, Any] = {"shape": param.shape, "stride": param.stride()}
-            full = DTensor.from_local(shard, param.device_mesh, param.placements, run_check=False, **layout)
-            whole.copy_(full.full_tensor().reshape(-1))
+            shards: Any = distributed_like(param, view.view(local(param).shape))
+            whole.copy_(shards.full_tensor().reshape(-1))
 
     def scatter(self) -> None:
         """Copy this process's shards out of the matrices."""

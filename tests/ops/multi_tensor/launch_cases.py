@@ -60,8 +60,8 @@ def _record_projection() -> None:
         rows.project(found, limits, 1e-8, 0.1, decay, 0.1)
 
 
-def _record_codecs(codecs: dict[int, str]) -> None:
-    """Compile Adam with codecs of the parameters (slot 0) and of the moments."""
+def _record_codecs(codecs: dict[int, str], noise_places: Tensor | None = None) -> None:
+    """Compile Adam with codecs of the parameters (slot 0) and of the moments, and with the places of shards."""
     slots = [_list(_BF16), _list(_BF16), _list(_F32), _list(_F32)]
     encodings = {}
     for slot, codec in codecs.items():
@@ -69,6 +69,7 @@ def _record_codecs(codecs: dict[int, str]) -> None:
             slots[slot] = [new_codes(codec, tensor) for tensor in slots[slot]]
         encodings[slot] = Encoded(codec, [new_companions(codec, tensor) for tensor in slots[slot]])
     lists = TritonLists([*slots, None], None, encodings)
+    lists.noise_places = noise_places
     numbers = (0.5,) * SCALARS
     plain = replace(rules.GUARDED_ADAM, scalars=lambda: numbers)
     lists.apply(plain, {}, (True, True, True), seed=StateSeed(7))
@@ -76,7 +77,7 @@ def _record_codecs(codecs: dict[int, str]) -> None:
 
 def record() -> None:
     _record_codecs({0: "remainder8", 2: "signed8", 3: "root8"})
-    _record_codecs({0: "remainder16", 2: "float8", 3: "root8"})
+    _record_codecs({0: "remainder16", 2: "float8", 3: "root8"}, torch.empty(3, 4, dtype=torch.int64, device="meta"))
     """Makes, and under `record_launches` collects, a launch of every rule."""
     flag = torch.empty(1, dtype=torch.int32, device="meta")
     factor = torch.empty(1, device="meta")

@@ -145,6 +145,31 @@ def test_kernels_and_operators_give_the_same_codes(codec: str, route: Route) -> 
         assert ((number - truth).abs() <= 0.07 * limit).all()
 
 
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("codec", ["root8", "bfloat16"])
+def test_codes_of_shards_are_those_of_the_whole(codec: str, route: Route) -> None:
+    """Rows, and columns whose cuts are multiples of 64."""
+    source = values(12 * 192, 1.0, 5).view(12, 192).square()
+
+    def codes_of(rows: slice, columns: slice, places: list[codecs.NoisePlace]) -> Tensor:
+        sources = [torch.ones(3), source[rows, columns].contiguous()]
+        sources = [each.to(route.device) for each in sources]
+        stored = [codecs.new_codes(codec, each) for each in sources]
+        has_scales = codecs.has_scales(codec)
+        scales = [codecs.new_companions(codec, each) for each in sources] if has_scales else None
+        with _library.implementation(route.implementation):
+            lists = make_lists([stored, sources, None, None, None], None, {0: Encoded(codec, scales)})
+            lists.noise_places = torch.tensor(places, device=route.device) if places else None
+            lists.apply(rules.SCALE, {"scale": 1.0}, seed=StateSeed(77))
+        return stored[1].cpu()
+
+    everything = codes_of(slice(None), slice(None), [])
+    for rows, columns in ((slice(5, 12), slice(0, 192)), (slice(3, 9), slice(64, 128))):
+        start, run = rows.start * 192 + columns.start, columns.stop - columns.start
+        places = [codecs.NoisePlace(0, 0, 3, 3), codecs.NoisePlace(1, start, run, 192)]
+        assert torch.equal(codes_of(rows, columns, places), everything[rows, columns])
+
+
 def encoded(codec: str, source: Tensor, route: Route, seed: int = 12345) -> tuple[Tensor, Tensor]:
     """Return the codes (or bfloat16 parameters) of a vector, and their companions, as a kernel stores them."""
     source = source.to(route.device)

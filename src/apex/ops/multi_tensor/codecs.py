@@ -120,7 +120,7 @@ def encode(codec: str, values: Tensor, bits_of_noise: Tensor | None = None) -> t
         return (values if bits_of_noise is None else to_bfloat16(values, bits_of_noise)).to(torch.bfloat16), None
     magnitudes = values.sqrt() if codec == "root8" else values
     padded = torch.nn.functional.pad(magnitudes.abs(), (0, -values.numel() % GROUP))
-    scales = padded.view(-1, GROUP).amax(1)
+    scales = padded.view(padded.numel() // GROUP, GROUP).amax(1)
     inverse = torch.where(scales >= SMALLEST, 1 / scales.clamp(min=SMALLEST), 0.0).repeat_interleave(GROUP)[
         : values.numel()
     ]

@@ -160,11 +160,12 @@ def _store_slot(
 ):  # fmt: skip
     """Store a slot's values, if the rule writes them, by the slot's codec if it has one."""
     if WRITES:
-        offset, size = at
+        offset, size, noise_places = at
         if CODEC == PLAIN:
             _store(pointer, offset, x, mask, TYPE, True, MASKED, BLOCK)
         else:
-            noise = noise_bits(seed, tensor, offset + tl.arange(0, BLOCK), SLOT)  # unused by most, and then removed
+            number, index = _noise_place(noise_places, tensor, offset + tl.arange(0, BLOCK))
+            noise = noise_bits(seed, number, index, SLOT)  # unused by most, and then removed
             store_encoded(pointer, companions, offset, size, x, mask, noise, CODEC, MASKED, BLOCK)
 
 
@@ -289,7 +290,7 @@ def _block(
         if STOCHASTIC:
             number, index = _noise_place(noise_places, tensor, offset + tl.arange(0, BLOCK))
             x0 = round_stochastically(x0, noise_bits(seed, number, index, 0))
-    at = (offset, size)
+    at = (offset, size, noise_places)
     _store_slot(p0, c0, at, x0, mask, seed, tensor, 0, TYPES[0], CODECS[0], WRITES[0], MASKED, BLOCK)
     _store(p1, offset, x1, mask, TYPES[1], WRITES[1], MASKED, BLOCK)
     _store_slot(p2, c2, at, x2, mask, seed, tensor, 2, TYPES[2], CODECS[2], WRITES[2], MASKED, BLOCK)

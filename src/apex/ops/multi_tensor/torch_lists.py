@@ -272,7 +272,7 @@ class TorchLists:
         end = piece.start + value.shape[1]
         index = torch.arange(piece.start, end, dtype=torch.int64, device=value.device)
         row = torch.arange(piece.rows.start, piece.rows.stop, dtype=torch.int64, device=value.device).unsqueeze(1)
-        if slot == 0 and self.noise_places is not None:
+        if self.noise_places is not None:
             row, start, run, stride = self.noise_places[piece.rows].to(value.device).split(1, 1)
             index = start + torch.div(index, run, rounding_mode="floor") * stride + index % run
         return noise(seed, row, index, slot)

@@ -205,7 +205,7 @@ class TritonLists:
             (out, per_tensor, root, average, factor, by), bounds = total, layout.bounds
             at_once = config.sum_block(layout.most if per_tensor else layout.count)
             finishing = (per_tensor, root, average, out.shape[-1], at_once, factor is None)
-        places = self.noise_places if rounds else None
+        places = None if seed is None else self.noise_places
         inputs = (noop, grad_scale, scalars, whole, overflow, nonfinite_counts, places)
         dtypes = tuple([None if tensor is None else tensor.dtype for tensor in inputs])
         rounds = rounds and not self._has_remainders
