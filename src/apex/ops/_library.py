@@ -306,7 +306,7 @@ def register_op(schema: str, implementation: Callable, fake: Callable, **derivat
     torch.library.register_fake(f"apex::{name}", shape_rule, lib=library)
     if derivative:
         torch.library.register_autograd(f"apex::{name}", derivative.pop("backward"), lib=library, **derivative)
-    if "Tensor[]" not in schema:  # `_quick_call` would have to test the type of each tensor in a list
+    if "Tensor[]" not in schema.split(" -> ")[0]:  # `_quick_call` would have to test the type of each tensor in a list
         overload._op = _quick_call(overload._op, implementation)
 
 
