@@ -39,7 +39,7 @@ def bwd(dout, qkv, softmax, cu_seqlens, p_dropout, max_seq_len, zero_tensors) ->
     """Return [gradient of qkv, `softmax`]; `softmax` is the second result of `fwd` and is not changed."""
     op_packed.check(qkv, cu_seqlens, max_seq_len, p_dropout)
     total, _, heads, head_dim = qkv.shape
-    layout = [((1,), torch.int64), ((1, heads, total), torch.float32), ((total, heads, head_dim), qkv.dtype)]
+    layout = [((1,), torch.int64), ((heads, total), torch.float32), ((total, heads, head_dim), qkv.dtype)]
     sizes = [_padded(math.prod(shape) * dtype.itemsize) for shape, dtype in layout]
     if softmax.dtype != torch.uint8 or softmax.numel() != sum(sizes):
         raise ValueError(

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ._precision import CastModel
-from ._stages import StepDecorator
+from ._stages import Stages
 from .booster import Booster
 from .mixed_precision import BF16MixedPrecision, FP8MixedPrecision, MixedPrecision
 
@@ -19,7 +19,7 @@ def boost(
     mixed_precision: MixedPrecision | str | None = "bf16",
     *,
     device: str | torch.device | None = None,
-) -> tuple[Any, Any, StepDecorator]:
+) -> tuple[Any, Any, Stages]:
     """Return a model, its optimizer and a decorator of training steps, prepared for the shortest steps.
 
         model, optimizer, step = apex.boost(model, optimizer, mixed_precision="bf16")

@@ -33,7 +33,7 @@ _STEPS, _LARGEST_DIFFERENCE = 10, 0.05
 
 
 class Stages:
-    """The settings of fuse, compile and capture, and their outcome for the models that were boosted.
+    """A Booster's `step`: settings of fuse, compile and capture, their outcome, and the decorator of training steps.
 
     `graphs` makes the backend of captures, and "auto" compiles with `compile_options`; tests replace both.
     """
@@ -201,7 +201,7 @@ class Stages:
         likely = [variant for variant in possible if not (variant.compile and not variant.capture)]
         return likely if EAGER in likely and len(likely) > 1 else possible
 
-    def decorate(self, function: Callable[..., Any]) -> Any:
+    def __call__(self, function: Callable[..., Any]) -> Any:
         """Return a boosted step, or the function itself if nothing is to be compiled or captured."""
         if not callable(function):
             raise TypeError(f"step decorates a function, not {function!r}")
@@ -215,7 +215,7 @@ class Stages:
         return self._steps[-1]
 
     def reset(self) -> None:
-        """Drop the graphs of all steps."""
+        """Drop the graphs of all steps; later calls capture anew. Does nothing where steps are not captured."""
         for step in self._steps:
             step.reset()
 
@@ -284,22 +284,6 @@ class Stages:
                 _fuse.fuse(model, verbose=False)
             elif "fuse" not in self._reasons:
                 _fuse.unfuse(model)
-
-
-class StepDecorator:
-    """The decorator of a Booster's steps; `report` and `find_fastest` call the Booster's methods."""
-
-    def __init__(self, stages: Stages) -> None:
-        self._stages = stages
-        self.report, self.find_fastest = stages.report, stages.find_fastest
-
-    def __call__(self, function: Callable[..., Any]) -> Any:
-        """Return the training step `function`, compiled and captured if the Booster's stages are on."""
-        return self._stages.decorate(function)
-
-    def reset(self) -> None:
-        """Drop the graphs of all steps; later calls capture anew. Does nothing where steps are not captured."""
-        self._stages.reset()
 
 
 def _timed(step: Callable[..., Any], args: Any, kwargs: Any) -> tuple[list[float], list[float]]:

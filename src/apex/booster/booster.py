@@ -19,7 +19,7 @@ from ..checkpoint._huggingface import AdapterFolder
 from ..checkpoint._ranks import is_first
 from ..lazy._recorded import materialize
 from ._report import StageReport
-from ._stages import Stages, StepDecorator
+from ._stages import Stages
 from .checkpoint_io import CheckpointIO
 from .mixed_precision import FP32Precision, MixedPrecision, Precision, mixed_precision_factory
 from .plugin.plugin_base import Boosted, PipelinePluginBase, Plugin
@@ -102,8 +102,7 @@ class Booster:
             )
         self._trace_overflow = trace_overflow
         self.mixed_precision = mixed_precision
-        self._stages = Stages(fuse, compile, capture, plugin, mixed_precision)
-        self.step = StepDecorator(self._stages)
+        self.step = Stages(fuse, compile, capture, plugin, mixed_precision)
         controls = plugin is not None and plugin.control_checkpoint_io()
         self.checkpoint_io = plugin.get_checkpoint_io() if controls else CheckpointIO()  # type: ignore[union-attr]
 
@@ -125,15 +124,15 @@ class Booster:
         _check_replicated(model, precision)
         name_of = {id(param): name for name, param in model.named_parameters()}
         params = [] if optimizer is None else [param for group in optimizer.param_groups for param in group["params"]]
-        self._stages.check_model(model)
-        if self.plugin is None or not self.plugin.takes_lazy or self._stages.fuse:
+        self.step.check_model(model)
+        if self.plugin is None or not self.plugin.takes_lazy or self.step.fuse:
             materialize([*model.parameters(), *model.buffers()])
         if self.plugin is None:
             _check_device(model)
         if not (self.plugin is not None and self.plugin.control_device()):
             _move(model, optimizer, self.device)
         boosted: Any = optimizer
-        with self._stages.fused(model, optimizer):
+        with self.step.fused(model, optimizer):
             if self.plugin is None:
                 model, boosted, criterion = (precision or FP32Precision()).configure(model, optimizer, criterion)
             else:
@@ -153,7 +152,7 @@ class Booster:
                 _OPTIMIZERS[unwrapped(model)] = weakref.ref(boosted)
             if self._trace_overflow:
                 self._start_trace(model, boosted)
-        self._stages.after(model, boosted)
+        self.step.after(model, boosted)
         return model, boosted, criterion, dataloader, lr_scheduler
 
     def _start_trace(self, model: Any, optimizer: OptimizerWrapper) -> None:
@@ -171,7 +170,7 @@ class Booster:
 
     def report(self) -> StageReport:
         """Return the effect of each stage of `boost` and of steps, or why a stage did nothing; its text is a table."""
-        return self._stages.report()
+        return self.step.report()
 
     def find_fastest(self, step: Any, batch: Any) -> StageReport:
         """Time a step in all combinations of the "auto" stages, and keep the fastest; return the report.
@@ -181,7 +180,7 @@ class Booster:
         runs ten steps from the same state, which is put back afterwards. A combination is left out if one of its losses
         differs from the plain step's by more than 5%. Models and optimizers need twice their memory.
         """
-        return self._stages.find_fastest(step, batch)
+        return self.step.find_fastest(step, batch)
 
     def no_sync(self, model: Any = None, optimizer: Any = None) -> contextlib.AbstractContextManager[None]:
         """Return a context that accumulates gradients locally; the next backward pass outside exchanges them."""

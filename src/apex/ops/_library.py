@@ -306,7 +306,7 @@ def register_op(schema: str, implementation: Callable, fake: Callable, **derivat
     torch.library.register_fake(f"apex::{name}", shape_rule, lib=library)
     if derivative:
         torch.library.register_autograd(f"apex::{name}", derivative.pop("backward"), lib=library, **derivative)
-    if "Tensor[]" not in schema:  # `_quick_call` would have to test the type of each tensor in a list
+    if "Tensor[]" not in schema.split(" -> ")[0]:  # `_quick_call` would have to test the type of each tensor in a list
         overload._op = _quick_call(overload._op, implementation)
 
 
@@ -369,16 +369,21 @@ class LazyModule:
 def differentiable_gradients(
     function: Callable[..., torch.Tensor],
     inputs: Sequence[torch.Tensor | None],
-    gradient: torch.Tensor,
+    gradient: Any,
     wanted: Sequence[bool],
+    create_graph: bool = True,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Return the wanted gradients of `function(*inputs)`, which can be differentiated again (create_graph=True)."""
+    """Return the wanted gradients of `function(*inputs)`, which can be differentiated again with `create_graph`."""
     # Aliases, because an input may be the same tensor as another or, as in tied embeddings, be computed from it; that
     # dependence is not this function's to differentiate.
-    aliases = [None if tensor is None else tensor.view_as(tensor) for tensor in inputs]
-    chosen: list[Any] = [alias for alias, is_wanted in zip(aliases, wanted, strict=True) if is_wanted]
-    found = iter(torch.autograd.grad(function(*aliases), chosen, gradient, create_graph=True))
-    return tuple(next(found) if is_wanted else None for is_wanted in wanted)
+    aliases: list[Any] = [
+        None if tensor is None else tensor.view_as(tensor) if create_graph else tensor.detach().requires_grad_(asked)
+        for tensor, asked in zip(inputs, wanted, strict=True)
+    ]
+    chosen = [alias for alias, asked in zip(aliases, wanted, strict=True) if asked]
+    output = function(*aliases)
+    found = iter(torch.autograd.grad(output, chosen, gradient, create_graph=create_graph, materialize_grads=True))
+    return tuple(next(found) if asked else None for asked in wanted)
 
 
 def once_differentiable(backward: Callable) -> Callable:

@@ -294,26 +294,18 @@ class Op:
         self, gradients: Values, saved: Values, settings: Values, wanted: Sequence[bool], create_graph: bool
     ) -> Found:
         """Compute the gradients by autograd through the reference."""
+        reference = self._formula if create_graph else self._reference
+        asked = [name in self.gradients and wanted[self.gradients.index(name)] for name in self.saves]
+
+        def output(*tensors: Tensor | None) -> Tensor:
+            by_name = dict(zip(self.saves, tensors, strict=True))
+            return _as_tuple(reference(*[by_name[name] for name in self.arguments[: self.tensors]], *settings))[0]
+
         with torch.enable_grad(), torch._C._PreserveDispatchKeyGuard():
             # PyTorch excludes autograd inside an operator's implementation; include it again.
             torch._C._dispatch_tls_set_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality, False)
-            # Aliases, because one argument may be the same tensor as another or be computed from it; that dependence is
-            # not this op's to differentiate.
-            by_name = {
-                name: None if tensor is None else tensor.view_as(tensor) if create_graph else tensor.detach()
-                for name, tensor in zip(self.saves, saved, strict=True)
-            }
-            if not create_graph:
-                for name, needed in zip(self.gradients, wanted, strict=True):
-                    if needed:
-                        by_name[name].requires_grad_()  # type: ignore[union-attr]
-            tensors = [by_name[name] for name in self.arguments[: self.tensors]]
-            reference = self._formula if create_graph else self._reference
-            output = _as_tuple(reference(*tensors, *settings))[0]
-            inputs: list[Any] = [by_name[name] for name, needed in zip(self.gradients, wanted, strict=True) if needed]
-            computed = torch.autograd.grad(output, inputs, gradients, create_graph=create_graph, materialize_grads=True)
-        remaining = iter(computed)
-        return tuple(next(remaining) if needed else None for needed in wanted)
+            found = _library.differentiable_gradients(output, saved, gradients, asked, create_graph)
+        return tuple(found[self.saves.index(name)] for name in self.gradients)
 
     def second_derivative(self, gradients: Values, saved: Values, settings: Values, wanted: Sequence[bool]) -> Found:
         """Return gradients that can be differentiated again (create_graph=True); raise if the op has none."""

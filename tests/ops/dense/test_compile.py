@@ -17,7 +17,7 @@ def test_opcheck_of_the_gradient(activation: str, route: Route) -> None:
         for bias_grad in (True, False):
             opcheck(route, torch.ops.apex.activation_backward.default, (dy, saved, activation, bias_grad))
             if activation != "relu":
-                opcheck(route, torch.ops.apex.gelu_backward.default, (dy, saved, activation, bias_grad))
+                opcheck(route, torch.ops.apex.activation_backward.default, (dy, saved, activation, bias_grad, True))
 
 
 @pytest.mark.parametrize("route", routes())

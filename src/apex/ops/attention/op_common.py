@@ -6,13 +6,14 @@ Letters: Z batches or packed sequences, H heads, M queries, N keys, D the size o
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import _library
-from .._device import DeviceFacts, facts
+from .._device import DeviceFacts, contiguous_strides, empty_on, facts, launch_rule
 from . import config
 from .reference import dropout_threshold
 
@@ -206,3 +207,98 @@ def dquery_dbias_launch(
         ELEMENTS=block[1],
         **problem.tiling(tile),
     )
+
+
+def launch_packed_forward(
+    tensors: tuple[Tensor, ...],
+    bounds: tuple[Any, ...],
+    joint: tuple[torch.Size, tuple[int, ...]] | None,
+    settings: tuple[Any, ...],
+    saves: bool = True,
+    results: tuple[Tensor, Tensor | None] | None = None,
+) -> tuple[Tensor, Tensor | None] | None:
+    """Return output and statistics [H, total] of packed sequences; None if kernels do not take the sizes.
+
+    `tensors` are query, key and value, `bounds` the cu_seqlens of queries, those of keys (None: the same) and
+    dropout's seed. `joint` is shape and strides of qkv, [total, 3, H, D], if the tensors are its parts, None if they
+    are contiguous. `settings` are the greatest lengths of queries and keys, scale (None: 1 / sqrt(D)), the window,
+    dropout's probability, `tail` and `cudnn_first`. The kernel checks the `results` of cuDNN if they are given.
+    """
+    query, key, _ = tensors
+    own = bounds[1] is not None
+    form = (query.shape, key.shape, own, joint, query.dtype, bounds[0].shape[0], settings, query.device)
+    launches = _packed_launches(form, "saves" if saves else "infers")
+    if launches is None:
+        return None
+    launch, floats, of_output, of_statistics = launches
+    if results is None:
+        empty: Any = empty_on(query.device)
+        results = empty(*of_output, query.dtype), empty(*of_statistics, torch.float32) if saves else None
+    launch((*tensors, None, None, *bounds, *results), floats)
+    return results
+
+
+def launch_packed_backward(
+    dout: Tensor,
+    tensors: tuple[Tensor, ...],
+    bounds: tuple[Any, ...],
+    results: Sequence[Tensor],
+    joint: tuple[torch.Size, tuple[int, ...]] | None,
+    settings: tuple[Any, ...],
+    wants_keys: bool = True,
+) -> Any:
+    """Return the gradient of qkv, or those of query, key and value, from the arguments of `launch_packed_forward`.
+
+    Gradients of key and value are undefined unless `wants_keys`. Returns None if kernels do not take the sizes.
+    """
+    query, key, _ = tensors
+    own = bounds[1] is not None
+    form = (query.shape, key.shape, own, joint, query.dtype, bounds[0].shape[0], settings, query.device)
+    launches = _packed_launches(form, "backward")
+    if launches is None:
+        return None
+    of_queries, of_keys, floats, of_delta, layouts = launches
+    empty: Any = empty_on(query.device)
+    delta = empty(*of_delta, torch.float32)
+    gradients: Any = (
+        [empty(*layout, query.dtype) for layout in layouts] if joint is None else empty(*layouts, query.dtype)
+    )
+    dquery, dkey, dvalue = gradients if joint is None else gradients.unbind(1)
+    arguments = (*tensors, None, None, *bounds, results[0], dout, results[1], delta)
+    of_queries((*arguments, dquery), floats)  # also computes `delta`, which the other kernel needs
+    if wants_keys:
+        of_keys((*arguments, None, dkey, dvalue), floats)
+    return gradients
+
+
+@launch_rule
+def _packed_launches(form: tuple[Any, ...], kind: str) -> tuple[Any, ...] | None:
+    """Return the prepared kernels of a pass over packed sequences, their floats, and sizes and strides of results."""
+    shape, key_shape, own_keys, joint, dtype, edges, settings, device = form
+    longest, longest_keys, scale, left, right, dropout_p, tail, cudnn_first = settings
+    if joint is not None:
+        whole, strides = joint
+        shape = key_shape = (whole[0], *whole[2:])
+    (total, heads, head_dim), (total_keys, key_heads, _), here = shape, key_shape, facts(device)
+    if head_dim > config.largest_head(dtype.itemsize, here) or min(*shape, *key_shape, edges - 1, *settings[:2]) < 1:
+        return None
+    sizes, options = (edges - 1, heads, longest, longest_keys, head_dim), (total, tail, dropout_p, cudnn_first, 0)
+    of_keys = (total_keys if own_keys else 0, heads // key_heads, (left, right))
+    problem = Problem(*sizes, dtype, device, 0, 0, *options, *of_keys)
+    of_rows, of_key = (0, head_dim, heads * head_dim), (0, head_dim, key_heads * head_dim)
+    given: tuple[int, ...] = (*of_rows, *of_key, *of_key) if joint is None else (0, strides[2], strides[0]) * 3
+    floats = (problem.scale if scale is None else scale, 0.0, 1 / (1 - dropout_p))
+    if kind != "backward":
+        launch = output_launch(problem, (*given, *of_rows), kind == "saves", here)
+        return launch, floats, _layout(*shape), _layout(heads, total)
+    given, of_gradients = (*given, *of_rows, *of_rows), (of_rows, of_key)
+    layouts: Any = [_layout(*sizes) for sizes in (shape, key_shape, key_shape)]
+    if joint is not None:  # gradients are parts of one tensor
+        of_gradients, layouts = ((0, head_dim, 3 * heads * head_dim),) * 2, _layout(*whole)
+    of_query = dquery_launch(problem, (*given, *of_gradients[0]), here)
+    of_key_value = dkey_dvalue_launch(problem, (*given, *of_gradients[1] * 2), None, here)
+    return of_query, of_key_value, floats, _layout(*problem.row_terms()), layouts
+
+
+def _layout(*sizes: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return sizes, contiguous_strides(sizes)

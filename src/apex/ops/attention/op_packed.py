@@ -13,10 +13,10 @@ from torch import Tensor
 
 from .. import _library
 from .._checks import check_tensors, integer, number, values_at_hand
-from .._device import contiguous_strides, empty_on, facts, launch_rule
+from .._device import launch_rule
 from .._op import Derivative, Kernels, Memory, Op, Saved
 from . import config, reference
-from .op_common import FAMILY, Problem, autocast_dtype, dkey_dvalue_launch, dquery_launch, output_launch, takes_head
+from .op_common import FAMILY, autocast_dtype, launch_packed_backward, launch_packed_forward, takes_head
 
 
 def packed_attention(
@@ -142,114 +142,50 @@ def cudnn_attention(query: Tensor, key: Tensor, value: Tensor, saves: bool) -> t
     return output.transpose(1, 2).reshape(sequences * length, heads, head_dim).detach(), logsumexp if saves else None
 
 
-def _form(
-    qkv: Tensor, cu_seqlens: Tensor, seed: Tensor | None, settings: tuple[Any, ...]
-) -> tuple[Tensor, tuple[Any, ...]]:
-    """Return qkv with contiguous heads, and everything that launches depend on.
-
-    The latter is sizes, strides, dtypes, the number of bounds, settings and device.
-    """
-    strides = qkv.stride()
-    if strides[3] != 1:
-        qkv = qkv.contiguous()
-        strides = qkv.stride()
-    dtypes = (qkv.dtype, cu_seqlens.dtype, seed is None)
-    return qkv, (qkv.shape, strides, dtypes, cu_seqlens.shape[0], settings, qkv.device)
-
-
-def _problem(form: tuple[Any, ...]) -> tuple[Problem, tuple[int, ...], tuple[float, ...]] | None:
-    """Return the problem, the strides of query, key and value, and the floats of the launches.
-
-    Return None if kernels do not take the sizes, as `_takes` decides.
-    """
-    (total, _, heads, head_dim), strides, dtypes, bounds, (length, dropout_p, zero_tail, cudnn_first), device = form
-    dtype = dtypes[0]
-    if head_dim > config.largest_head(dtype.itemsize, facts(device)) or min(total, heads, bounds - 1, length) < 1:
-        return None
-    sizes, options = (bounds - 1, heads, length, length, head_dim), (total, zero_tail, dropout_p, cudnn_first)
-    problem = Problem(*sizes, dtype, device, 0, 0, *options)
-    return problem, (0, strides[2], strides[0]) * 3, (problem.scale, 0.0, 1 / (1 - dropout_p))
-
-
 def launch_forward(
     qkv: Tensor, cu_seqlens: Tensor, seed: Tensor | None, *settings: Any, saves: bool = True
 ) -> tuple[Tensor | None, ...]:
-    """Return the output and, if it `saves` them, statistics [1, H, total]; cuDNN's have their own order and shape."""
-    max_seqlen, _, _, cudnn_first = settings
-    qkv, form = _form(qkv, cu_seqlens, seed, settings)
-    launch_and_floats = _forward_launch(form, saves)
-    if launch_and_floats is None:
-        return PACKED_ATTENTION.run_reference(qkv, cu_seqlens, seed, *settings)
-    total, _, heads, head_dim = form[0]
+    """Return the output and, if it `saves` them, statistics [H, total]; cuDNN's have their own order and shape."""
+    max_seqlen, dropout_p, zero_tail, cudnn_first = settings
+    strides, results = qkv.stride(), None
+    if strides[3] != 1:
+        qkv = qkv.contiguous()
+        strides = qkv.stride()
+    shape = qkv.shape
     if cudnn_first:
         # [sequences, H, length, D] each
-        split = qkv.view(-1, max_seqlen, 3, heads, head_dim).permute(2, 0, 3, 1, 4)
-        query, key, value = split.unbind(0)
-        output, statistics = cudnn_attention(query, key, value, saves)
+        query, key, value = tensors = qkv.view(-1, max_seqlen, *shape[1:]).permute(2, 0, 3, 1, 4).unbind(0)
+        results = cudnn_attention(query, key, value, saves)
     else:
-        query, key, value = qkv.unbind(1)
-        empty = empty_on(qkv.device)
-        output = empty((total, heads, head_dim), (heads * head_dim, head_dim, 1), qkv.dtype)
-        statistics = empty((1, heads, total), (heads * total, total, 1), torch.float32) if saves else None
-    launch, floats = launch_and_floats
-    launch((query, key, value, None, None, cu_seqlens, None, seed, output, statistics), floats)
-    return output, statistics
-
-
-@launch_rule
-def _forward_launch(form: tuple[Any, ...], saves: bool) -> tuple[Any, tuple[float, ...]] | None:
-    """Return the prepared kernel and its floats."""
-    parts = _problem(form)
-    if parts is None:
-        return None
-    problem, strides, floats = parts
-    strides = (*strides, 0, problem.head_dim, problem.heads * problem.head_dim)
-    return output_launch(problem, strides, saves, facts(problem.device)), floats
+        tensors = qkv.unbind(1)
+    options = (max_seqlen, max_seqlen, None, -1, -1, dropout_p, zero_tail, cudnn_first)
+    results = launch_packed_forward(tensors, (cu_seqlens, None, seed), (shape, strides), options, saves, results)
+    return results or PACKED_ATTENTION.run_reference(qkv, cu_seqlens, seed, *settings)
 
 
 def launch_backward(dout: Tensor, *saved: Any) -> Tensor | tuple[Tensor | None, ...]:
     """Return the gradient of qkv; `saved` is the saved tensors of `PACKED_ATTENTION`, its settings and `wanted`."""
-    (qkv, cu_seqlens, seed, output, statistics), settings = saved[:5], saved[5:-1]
-    qkv, form = _form(qkv, cu_seqlens, seed, settings)
-    launches = _backward_launches(form, dout.dtype)
-    if launches is None:
-        return PACKED_ATTENTION.run_reference_backward((dout,), saved[:5], settings, saved[-1])
-    of_query, of_key_value, floats, of_gradient, of_delta = launches
-    empty: Any = empty_on(qkv.device)
-    dqkv, delta = empty(*of_gradient, qkv.dtype), empty(*of_delta, torch.float32)
-    dquery, dkey, dvalue = dqkv.unbind(1)
-    tensors = (*qkv.unbind(1), None, None, cu_seqlens, None, seed, output, dout, statistics, delta)
-    of_query((*tensors, dquery), floats)
-    of_key_value((*tensors, None, dkey, dvalue), floats)
-    return dqkv
-
-
-@launch_rule
-def _backward_launches(form: tuple[Any, ...], gradient_dtype: torch.dtype) -> tuple[Any, ...] | None:
-    """Return the kernels for dquery and for dkey and dvalue, their floats and two layouts.
-
-    The layouts are sizes and strides of the gradient of qkv and of `delta`, which `dquery_launch` explains.
-    """
-    parts = _problem(form)
-    if parts is None:
-        return None
-    problem, strides, floats = parts
-    heads, head_dim, here = problem.heads, problem.head_dim, facts(problem.device)
-    strides, of_result = (*strides, *(0, head_dim, heads * head_dim) * 2), (0, head_dim, 3 * heads * head_dim)
-    of_query = dquery_launch(problem, (*strides, *of_result), here)
-    of_key_value = dkey_dvalue_launch(problem, (*strides, *of_result, *of_result), None, here)
-    layouts = [(sizes, contiguous_strides(sizes)) for sizes in (tuple(form[0]), problem.row_terms())]
-    return of_query, of_key_value, floats, *layouts
+    qkv, cu_seqlens, seed, *results, max_seqlen, dropout_p, zero_tail, cudnn_first, wanted = saved
+    strides = qkv.stride()
+    if strides[3] != 1:
+        qkv = qkv.contiguous()
+        strides = qkv.stride()
+    options = (max_seqlen, max_seqlen, None, -1, -1, dropout_p, zero_tail, cudnn_first)
+    bounds = (cu_seqlens, None, seed)
+    gradient = launch_packed_backward(dout, qkv.unbind(1), bounds, results, (qkv.shape, strides), options)
+    if gradient is None:
+        return PACKED_ATTENTION.run_reference_backward((dout,), saved[:5], saved[5:-1], wanted)
+    return gradient
 
 
 def _reference(qkv, cu_seqlens, seed, max_seqlen, dropout_p, *others):  # type: ignore[no-untyped-def]
     output = reference.sdpa_packed_attention(qkv, cu_seqlens, max_seqlen, dropout_p, seed)
-    return output, qkv.new_zeros((1, qkv.shape[2], qkv.shape[0]), dtype=torch.float32)
+    return output, qkv.new_zeros((qkv.shape[2], qkv.shape[0]), dtype=torch.float32)
 
 
 def _fake(qkv, *others):  # type: ignore[no-untyped-def]
     total, _, heads, head_dim = qkv.shape
-    return qkv.new_empty((total, heads, head_dim)), qkv.new_empty((1, heads, total), dtype=torch.float32)
+    return qkv.new_empty((total, heads, head_dim)), qkv.new_empty((heads, total), dtype=torch.float32)
 
 
 PACKED_ATTENTION = Op(

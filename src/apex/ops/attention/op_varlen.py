@@ -16,11 +16,10 @@ from torch import Tensor
 
 from .. import _library
 from .._checks import check_floats, check_tensors, integer, number, values_at_hand
-from .._device import contiguous_strides, empty_on, facts, launch_rule
 from .._host import on_host
 from .._op import Derivative, Kernels, Op, Saved
 from . import reference
-from .op_common import FAMILY, Problem, autocast_dtype, dkey_dvalue_launch, dquery_launch, output_launch, takes_head
+from .op_common import FAMILY, autocast_dtype, launch_packed_backward, launch_packed_forward, takes_head
 from .op_packed import draw_seed
 
 
@@ -214,52 +213,10 @@ def takes(query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, *othe
     )
 
 
-def _form(tensors: tuple[Tensor, ...], bounds: tuple[Tensor | None, ...], settings: tuple[Any, ...]) -> Any:
-    """Return everything that launches for contiguous tensors depend on."""
-    query, key = tensors[:2]
-    kinds = tuple(None if tensor is None else tensor.dtype for tensor in bounds)
-    return query.shape, key.shape, query.dtype, kinds, bounds[0].shape[0], settings, query.device  # type: ignore[union-attr]
-
-
-def _problem(form: Any) -> tuple[Problem, tuple[int, ...], tuple[int, ...], tuple[float, ...]]:
-    """Return the problem, the strides of the query and of the key, and the floats of the launches."""
-    (total, heads, head_dim), (total_keys, key_heads, _), dtype, kinds, edges, settings, device = form
-    longest, longest_keys, scale, left, right, dropout_p, _ = settings
-    problem = Problem(
-        edges - 1,
-        heads,
-        longest,
-        longest_keys,
-        head_dim,
-        dtype,
-        device,
-        total=total,
-        tail=True,
-        dropout_p=dropout_p,
-        total_keys=total_keys if kinds[1] is not None else 0,
-        group=heads // key_heads,
-        window=(left, right),
-    )
-    of_query, of_key = (0, head_dim, heads * head_dim), (0, head_dim, key_heads * head_dim)
-    return problem, of_query, of_key, (scale, 0.0, 1 / (1 - dropout_p))
-
-
 def launch_forward(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor | None, ...]:
     """Return output and statistics: the log of each row's sum of exponentials, [H, total]."""
-    (bounds, bounds_k, seed), settings = others[:3], others[3:]
-    launch, floats = _forward_launch(_form((query, key), (bounds, bounds_k, seed), settings))
-    (total, heads, head_dim), empty = query.shape, empty_on(query.device)
-    output = empty((total, heads, head_dim), (heads * head_dim, head_dim, 1), query.dtype)
-    statistics = empty((heads, total), (total, 1), torch.float32)
-    launch((query, key, value, None, None, bounds, bounds_k, seed, output, statistics), floats)
-    return output, statistics
-
-
-@launch_rule
-def _forward_launch(form: Any) -> tuple[Any, tuple[float, ...]]:
-    """Return the prepared kernel and its floats."""
-    problem, of_query, of_key, floats = _problem(form)
-    return output_launch(problem, (*of_query, *of_key, *of_key, *of_query), True, facts(problem.device)), floats
+    results = launch_packed_forward((query, key, value), others[:3], None, (*others[3:-1], True, False))
+    return results or VARLEN_ATTENTION.run_reference(query, key, value, *others)
 
 
 def launch_backward(dout: Tensor, *saved: Any) -> tuple[Tensor | None, ...]:
@@ -267,30 +224,14 @@ def launch_backward(dout: Tensor, *saved: Any) -> tuple[Tensor | None, ...]:
 
     `saved` is the saved tensors of `VARLEN_ATTENTION`, its settings and `wanted`.
     """
-    (query, key, value, bounds, bounds_k, seed, output, statistics), settings = saved[:8], saved[8:-1]
-    of_queries, of_keys, floats, of_terms = _backward_launches(_form((query, key), (bounds, bounds_k, seed), settings))
-    empty: Any = empty_on(query.device)
-    shapes = [tuple(tensor.shape) for tensor in (query, key, value)]  # plain tuples, as `empty` needs
-    dquery, dkey, dvalue = (empty(shape, contiguous_strides(shape), query.dtype) for shape in shapes)
-    delta = empty(of_terms, contiguous_strides(of_terms), torch.float32)
-    tensors = (query, key, value, None, None, bounds, bounds_k, seed, output, dout, statistics, delta)
-    of_queries((*tensors, dquery), floats)  # also computes `delta`, which the other kernel needs
-    wanted = saved[-1]
-    if any(wanted[1:]):
-        of_keys((*tensors, None, dkey, dvalue), floats)
-    gradients = (dquery, dkey, dvalue)
-    return tuple(gradient if asked else None for gradient, asked in zip(gradients, wanted, strict=True))
-
-
-@launch_rule
-def _backward_launches(form: Any) -> tuple[Any, Any, tuple[float, ...], tuple[int, int, int]]:
-    """Return the kernels for dquery and for dkey and dvalue, their floats, and the shape of the row terms."""
-    problem, of_query, of_key, floats = _problem(form)
-    here = facts(problem.device)
-    strides = (*of_query, *of_key, *of_key, *of_query, *of_query)
-    of_queries = dquery_launch(problem, (*strides, *of_query), here)
-    of_keys = dkey_dvalue_launch(problem, (*strides, *of_key, *of_key), None, here)
-    return of_queries, of_keys, floats, problem.row_terms()
+    wanted, options = saved[-1], (*saved[8:-2], True, False)
+    gradients: Any = launch_packed_backward(
+        dout, saved[:3], saved[3:6], saved[6:8], None, options, wanted[1] or wanted[2]
+    )
+    if gradients is None:
+        return VARLEN_ATTENTION.run_reference_backward((dout,), saved[:8], saved[8:-1], wanted)
+    dquery, dkey, dvalue = gradients
+    return dquery if wanted[0] else None, dkey if wanted[1] else None, dvalue if wanted[2] else None
 
 
 def _reference(query, key, value, bounds, bounds_k, seed, *settings):  # type: ignore[no-untyped-def]

@@ -83,9 +83,9 @@ def activation_backward(
     if activation == "none" or saved is None:
         return dy, dy.sum(0) if bias_grad else None
     if torch.compiler.is_compiling():
-        dz, dbias = torch.ops.apex.activation_backward(dy, saved, activation, bias_grad)
-        return dz, dbias if bias_grad else None
-    return _activation_backward(dy, saved, activation, bias_grad, in_place)
+        dz, *dbias = torch.ops.apex.activation_backward(dy, saved, activation, bias_grad)
+        return dz, dbias[0] if bias_grad else None
+    return _activation_backward(dy, saved, activation, bias_grad, False, in_place)[:2]
 
 
 def gelu_backward(
@@ -96,19 +96,9 @@ def gelu_backward(
     May overwrite `dy`. `activation` is gelu or another activation of its kind.
     """
     if torch.compiler.is_compiling():
-        dz, dbias, active = torch.ops.apex.gelu_backward(dy, input, activation, bias_grad)
-        return dz, dbias if bias_grad else None, active
-    return _gelu_backward(dy, input, bias_grad, in_place=True, activation=activation)
-
-
-def _gelu_backward(
-    dy: Tensor, input: Tensor, bias_grad: bool, in_place: bool = False, activation: str = "gelu"
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    if takes_kernel(dy, input):
-        (rows, columns), dy, input = dy.shape, dy.contiguous(), input.contiguous()
-        dz, active = dy if in_place else torch.empty_like(dy), torch.empty_like(input)
-        return dz, launch_activation_backward(dy, input, dz, activation, rows, columns, bias_grad, active), active
-    return *_activation_backward(dy, input, activation, bias_grad), reference.activate(input, activation)
+        dz, *dbias, active = torch.ops.apex.activation_backward(dy, input, activation, bias_grad, True)
+        return dz, dbias[0] if bias_grad else None, active
+    return _activation_backward(dy, input, activation, bias_grad, True, True)  # type: ignore[return-value]
 
 
 def takes_kernel(dy: Tensor, saved: Tensor) -> bool:
@@ -117,18 +107,21 @@ def takes_kernel(dy: Tensor, saved: Tensor) -> bool:
 
 
 def _activation_backward(
-    dy: Tensor, saved: Tensor, activation: str, bias_grad: bool, in_place: bool = False
-) -> tuple[Tensor, Tensor | None]:
+    dy: Tensor, saved: Tensor, activation: str, bias_grad: bool, again: bool = False, in_place: bool = False
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the gradients before an activation and of the bias, and, if `again`, the output of gelu or its kind."""
     if takes_kernel(dy, saved):
         if not dy.is_contiguous():
             dy, in_place = dy.contiguous(), True
-        dz = dy if in_place else torch.empty_like(dy)
+        dz, saved = dy if in_place else torch.empty_like(dy), saved.contiguous()
+        active = torch.empty_like(saved) if again else None
         rows, columns = dy.shape
-        return dz, launch_activation_backward(dy, saved.contiguous(), dz, activation, rows, columns, bias_grad)
+        return dz, launch_activation_backward(dy, saved, dz, activation, rows, columns, bias_grad, active), active
+    active = reference.activate(saved, activation) if again else None
     has_operator = activation in ("relu", "gelu", "gelu_erf")
     if dy.dtype in _HALF and (not has_operator or not dy.is_cuda):  # PyTorch would round every step
-        dz, dbias = _activation_backward(dy.float(), saved.float(), activation, bias_grad)
-        return dz.to(dy.dtype), None if dbias is None else dbias.to(dy.dtype)
+        dz, dbias, _ = _activation_backward(dy.float(), saved.float(), activation, bias_grad)
+        return dz.to(dy.dtype), None if dbias is None else dbias.to(dy.dtype), active
     if activation == "relu":
         dz = torch.ops.aten.threshold_backward(dy, saved, 0)
     elif activation == "sigmoid":
@@ -137,7 +130,7 @@ def _activation_backward(
         dz = torch.ops.aten.gelu_backward(dy, saved, approximate="tanh" if activation == "gelu" else "none")
     else:
         dz = reference.activation_backward(dy, saved, activation)
-    return dz, dz.sum(0) if bias_grad else None
+    return dz, dz.sum(0) if bias_grad else None, active
 
 
 def launch_activation_backward(
@@ -284,16 +277,6 @@ FAMILY = _library.register_family(
 )
 
 
-def _operator(dy, saved, activation, bias_grad):
-    dz, dbias = _activation_backward(dy, saved, activation, bias_grad)
-    return dz.contiguous(), dy.new_empty(0) if dbias is None else dbias
-
-
-def _gelu_operator(dy, input, activation, bias_grad):
-    dz, dbias, active = _gelu_backward(dy, input, bias_grad, activation=activation)
-    return dz.contiguous(), dy.new_empty(0) if dbias is None else dbias, active.contiguous()
-
-
 def _refuse_derivative(ctx, *gradients):
     raise RuntimeError(
         "the gradient of an activation has no derivative; dense_gelu_dense and mlp of apex.ops.dense have second "
@@ -301,21 +284,15 @@ def _refuse_derivative(ctx, *gradients):
     )
 
 
-# Operators that `torch.compile` sees beside plain matrix products; they return an empty tensor for None.
+# Operators that `torch.compile` sees beside plain matrix products.
 _library.register_op(
-    "activation_backward(Tensor dy, Tensor saved, str activation, bool bias_grad) -> (Tensor, Tensor)",
-    _operator,
-    lambda dy, saved, activation, bias_grad: (dy.new_empty(dy.shape), dy.new_empty(dy.shape[1] if bias_grad else 0)),
-    backward=_refuse_derivative,
-)
-_library.register_op(
-    "gelu_backward(Tensor dy, Tensor input, str activation, bool bias_grad) -> (Tensor, Tensor, Tensor)",
-    _gelu_operator,
-    lambda dy, input, activation, bias_grad: (
+    "activation_backward(Tensor dy, Tensor saved, str activation, bool bias_grad, bool again=False) -> Tensor[]",
+    lambda *arguments: [each.contiguous() for each in _activation_backward(*arguments) if each is not None],
+    lambda dy, saved, activation, bias_grad, again=False: [
         dy.new_empty(dy.shape),
-        dy.new_empty(dy.shape[1] if bias_grad else 0),
-        input.new_empty(input.shape),
-    ),
+        *([dy.new_empty(dy.shape[1])] if bias_grad else []),
+        *([saved.new_empty(saved.shape)] if again else []),
+    ],
     backward=_refuse_derivative,
 )
 _library.register_op(
