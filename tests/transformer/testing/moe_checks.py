@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -167,13 +168,70 @@ def refusals(rank: int) -> None:
         with pytest.raises(ValueError, match=r"num_moe_experts=9 is not divisible by . expert-parallel ranks"):
             MoELayer(config_of(2, **{**EXPERTS, "num_moe_experts": 9}))
         layer = MoELayer(config_of(2, **EXPERTS))
-        with pytest.raises(ValueError, match="all ranks must pass the same dtype and shape, got rank 0"):
+        with pytest.raises(ValueError, match=r'"alltoall" takes other numbers on each rank.*, got rank 0'):
+            layer(torch.zeros(3 + rank, 1, 32, dtype=torch.float64))
+        layer = MoELayer(config_of(2, **{**EXPERTS, **PADDED, **TO_ALL}))
+        with pytest.raises(ValueError, match=r"padded to capacity.*same dtype and shape, got rank 0"):
             layer(torch.zeros(3 + rank, 1, 32, dtype=torch.float64))
     words = "the width 13 of an expert is not divisible by . expert-tensor"
     with groups(Layout(expert_tensor=dist.get_world_size())), pytest.raises(ValueError, match=words):
         MoELayer(config_of(2, **{**EXPERTS, "moe_ffn_hidden_size": 13}))
     with groups(Layout(2)), pytest.raises(ValueError, match="need sequence_parallel=True"):
         MoELayer(config_of(2, **EXPERTS))
+
+
+SPLITS = (Layout(expert=2), Layout(expert_tensor=2))
+
+
+def tokens(rank: int, count: int) -> Tensor:
+    return torch.arange(count * 32, dtype=torch.float64).add(1000.0 * rank).sin().view(count, 1, 32)
+
+
+def uneven_tokens(rank: int) -> None:
+    """The all-to-all dispatcher takes other numbers of tokens on each rank, also none."""
+    if dist.get_world_size() != 2:
+        return
+    for layout, sizes in itertools.product(SPLITS, ((3, 5), (0, 4), (0, 0))):
+        whole = MoELayer(config_of(2, **{**EXPERTS, **TO_ALL}))
+        inputs = [tokens(number, size).requires_grad_() for number, size in enumerate(sizes)]
+        expected = [whole(x)[0] for x in inputs]
+        sum(each.square().sum() for each in expected).backward()
+        with groups(layout):
+            layer, x = MoELayer(config_of(2, **{**EXPERTS, **TO_ALL})), tokens(rank, sizes[rank]).requires_grad_()
+            output = layer(x)[0]
+            output.square().sum().backward()
+            for name, parameter in layer.experts.named_parameters():
+                gradient = local_part(whole.experts.get_parameter(name).grad, parameter, parameter)
+                torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=1e-12)
+        torch.testing.assert_close(output, expected[rank], rtol=0, atol=1e-12)
+        torch.testing.assert_close(x.grad, inputs[rank].grad, rtol=0, atol=1e-12)
+
+
+def gradients_that_some_ranks_need(rank: int) -> None:
+    """Ranks that need a gradient of their input, of their parameters, of both or of neither find what they need."""
+    if dist.get_world_size() != 2:
+        return
+    for layout, kind in itertools.product(SPLITS, ("allgather", "alltoall")):
+        options = config_of(2, **{**EXPERTS, "moe_token_dispatcher_type": kind})
+        whole = MoELayer(options)
+        inputs = [tokens(number, 4).requires_grad_() for number in range(2)]
+        sum(whole(x)[0].square().sum() for x in inputs).backward()
+        with groups(layout):
+            for needs in itertools.product(("input", "parameters", "both", "neither"), repeat=2):
+                layer, x = MoELayer(options), tokens(rank, 4)
+                layer.requires_grad_(needs[rank] in ("parameters", "both"))
+                x.requires_grad_(needs[rank] in ("input", "both"))
+                layer(x)[0].square().sum().backward()
+                assert (x.grad is not None) == x.requires_grad
+                if x.requires_grad:
+                    torch.testing.assert_close(x.grad, inputs[rank].grad, rtol=0, atol=1e-12, msg=str(needs))
+                for name, parameter in layer.experts.named_parameters():
+                    assert (parameter.grad is not None) == parameter.requires_grad
+                    gradient = local_part(whole.experts.get_parameter(name).grad, parameter, parameter)
+                    if parameter.requires_grad:
+                        torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=1e-12, msg=str(needs))
+            with torch.no_grad():
+                assert not layer(x)[0].requires_grad
 
 
 def fully_sharded(rank: int) -> None:
@@ -228,5 +286,9 @@ CHECKS: dict[str, Any] = {
     f"case {number}": functools.partial(check, number) for number in range(max(map(len, LAYOUTS.values())))
 }
 CHECKS |= {
-    each.__name__: each for each in (resharding, refusals, fully_sharded, losses_without_a_schedule, random_streams)
+    each.__name__: each
+    for each in (
+        *(resharding, refusals, uneven_tokens, gradients_that_some_ranks_need),
+        *(fully_sharded, losses_without_a_schedule, random_streams),
+    )
 }
