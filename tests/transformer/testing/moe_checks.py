@@ -282,6 +282,27 @@ def random_streams(rank: int) -> None:
     assert torch.equal(drawn, torch.rand(2, generator=torch.Generator().manual_seed(7 + 1024 + 100 * expert)))
 
 
+def jitter(rank: int) -> None:
+    """Ranks with different parts of a sequence multiply their tokens by different random numbers."""
+    if dist.get_world_size() == 8:
+        return
+    x, options = tokens(0, 6), {**EXPERTS, "moe_input_jitter_eps": 0.1}
+    layouts = [Layout(context=2), Layout(2, sequence=True)]
+    if dist.get_world_size() == 4:
+        layouts = [Layout(context=4), Layout(2, sequence=True, context=2)]
+    for layout in layouts:
+        with groups(layout):
+            tensor_parallel.model_parallel_cuda_manual_seed(7)
+            router = MoELayer(config_of(2, sequence_parallel=layout.sequence, **options)).router
+            before = torch.get_rng_state()
+            first, second = (router(x)[0].detach() for _ in range(2))
+            assert torch.equal(torch.get_rng_state(), before)  # which ranks with the same tokens share
+        assert not torch.equal(first, second)
+        found: list[Any] = [torch.empty_like(first) for _ in range(dist.get_world_size())]
+        dist.all_gather(found, first)
+        assert not any(map(torch.equal, found, found[1:] + found[:1]))
+
+
 CHECKS: dict[str, Any] = {
     f"case {number}": functools.partial(check, number) for number in range(max(map(len, LAYOUTS.values())))
 }
@@ -289,6 +310,6 @@ CHECKS |= {
     each.__name__: each
     for each in (
         *(resharding, refusals, uneven_tokens, gradients_that_some_ranks_need),
-        *(fully_sharded, losses_without_a_schedule, random_streams),
+        *(fully_sharded, losses_without_a_schedule, random_streams, jitter),
     )
 }
