@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from apex.contrib.optimizers import DistributedFusedAdam
 from apex.optimizers import FusedAdam
 from apex.transformer import checkpoint, finalize_model_grads, parallel_state, tensor_parallel
 from apex.transformer._resharding.gathered import full_shape, full_tensor, local_part
@@ -101,17 +103,29 @@ def check(number: int, rank: int) -> None:
 
 
 class Saved(NamedTuple):
-    """A model and its optimizer, as `parts` takes them."""
+    """A model and its optimizer or optimizers, as `parts` takes them."""
 
     model: list[nn.Module]
-    optimizer: FusedAdam
+    optimizer: Any
 
     @classmethod
-    def of(cls, layout: Layout) -> Saved:
+    def of(cls, layout: Layout, several: bool = False) -> Saved:
         options = {**SIGMOID, **TO_ALL, "recompute": None, "moe_layer_freq": 2}
         config = config_of(2, sequence_parallel=layout.sequence, **options)
         model = build_model(gpt_model_provider, False, config=config)
-        return cls(model, FusedAdam([p for chunk in model for p in chunk.parameters()], lr=0.01))
+        if not several:
+            return cls(model, FusedAdam([p for chunk in model for p in chunk.parameters()], lr=0.01))
+        named = [pair for chunk in model for pair in chunk.named_parameters()]
+        groups = (parallel_state.get_data_parallel_group(True), parallel_state.get_expert_data_parallel_group())
+        return cls(
+            model,
+            [
+                DistributedFusedAdam(
+                    [p for name, p in named if (".experts." in name) == experts], lr=rate, process_group=group
+                )
+                for experts, rate, group in zip((False, True), (0.01, 0.02), groups, strict=True)
+            ],
+        )
 
     def step(self, forward_only: bool) -> Tensor:
         """Run two microbatches, the same in every replica, and return their losses in every stage."""
@@ -120,10 +134,16 @@ class Saved(NamedTuple):
         words = torch.randint(0, WORDS, (2, LENGTH + 1), generator=torch.Generator().manual_seed(6))
         stages = parallel_state.get_pipeline_model_parallel_world_size()
         schedule = get_forward_backward_func(None, stages)
-        losses = schedule(step_function, [words], self.model, forward_only=forward_only)
-        if not forward_only:
-            finalize_model_grads(self.model)
-            self.optimizer.step()
+        several = self.optimizer if isinstance(self.optimizer, list) else []
+        with contextlib.ExitStack() as unreduced:
+            for each in several:
+                unreduced.enter_context(each.no_sync())
+            losses = schedule(step_function, [words], self.model, forward_only=forward_only)
+            if not forward_only:
+                finalize_model_grads(self.model, data_parallel=False if several else None)
+        for each in (several or [self.optimizer]) if not forward_only else ():
+            each.step()
+            each.zero_grad()
         total = torch.stack(losses) if losses else torch.zeros(2, dtype=torch.float64)
         dist.all_reduce(total, group=parallel_state.get_pipeline_model_parallel_group())
         return total
@@ -160,6 +180,45 @@ def resharding(rank: int) -> None:
     experts = "language_model.encoder.layers.0.mlp.experts.weight1"
     assert saved[f"model.{experts}"].shape == saved[f"optimizer.exp_avg.{experts}"].shape == (8, 24, 32)
     assert saved["model.language_model.encoder.layers.0.mlp.router.expert_bias"].any()
+
+
+def several_optimizers(rank: int) -> None:
+    """ZeRO optimizers of dense parameters and of experts have one checkpoint, which other splits of experts load."""
+    if dist.get_world_size() != 4:
+        return
+    before: dict[str, Tensor] = {}
+    for number, layout in enumerate((Layout(expert=2), Layout(2, sequence=True, expert=4, expert_tensor=1), Layout())):
+        with groups(layout):
+            run = Saved.of(layout, several=True)
+            if number:
+                checkpoint.load(f"several{number - 1}", run.model, run.optimizer)
+            else:
+                run.step(forward_only=False)
+                run.step(forward_only=False)
+            assert [each.param_groups[0]["lr"] for each in run.optimizer] == [0.01, 0.02]
+            checkpoint.save(f"several{number}", run.model, run.optimizer)
+            saved = whole(Path(f"several{number}"))
+            for key, view, place in parts(run):
+                assert torch.equal(view, saved[key][place]), key
+            loss = run.step(forward_only=False)
+            if number == 1:
+                for optimizers, words in (
+                    (run.optimizer[::-1], "was in the optimizer 0's group 0, and is in group None"),
+                    (run.optimizer[:1], "saved with 2 optimizers, and is loaded with 1"),
+                    ([*run.optimizer, object()], "list of optimizers, got object"),
+                    ([run.optimizer[0]] * 2, "parameters are in several optimizers"),
+                ):
+                    with pytest.raises(RuntimeError, match=words):
+                        checkpoint.load("several0", run.model, optimizers)
+        if number:
+            assert saved.keys() == before.keys()
+            assert all(torch.equal(value, before[key]) for key, value in saved.items())
+        before = saved
+        if number == 0:
+            expected = loss
+        torch.testing.assert_close(loss, expected, rtol=TOLERANCE, atol=0)
+    moments = {key for key in saved if key.startswith("optimizer.exp_avg.") and saved[key].any()}
+    assert len(moments) == sum(key.startswith("optimizer.exp_avg.") for key in saved) > 10
 
 
 def refusals(rank: int) -> None:
@@ -309,7 +368,7 @@ CHECKS: dict[str, Any] = {
 CHECKS |= {
     each.__name__: each
     for each in (
-        *(resharding, refusals, uneven_tokens, gradients_that_some_ranks_need),
+        *(resharding, several_optimizers, refusals, uneven_tokens, gradients_that_some_ranks_need),
         *(fully_sharded, losses_without_a_schedule, random_streams, jitter),
     )
 }
