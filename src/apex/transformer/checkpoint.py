@@ -42,8 +42,10 @@ def save(
 ) -> None:
     """Write a model, its optimizer and other state to a folder; all processes call it.
 
-    `model` may be a list of a stage's chunks. `others`, saved from rank 0, are objects with a `state_dict`, such as a
-    scaler or a scheduler, or plain values, such as a step number. Random number states of every rank are saved.
+    `model` may be a list of a stage's chunks, and `optimizer` a list of optimizers with different parameters, such as a
+    ZeRO optimizer of dense parameters and one of experts. `others`, saved from rank 0, are objects with a
+    `state_dict`, such as a scaler or a scheduler, or plain values, such as a step number. Random number states of every
+    rank are saved.
     `apex.checkpoint.save_sharded` describes `use_async`, `staging` and `if_busy`.
     """
     state = state_of(model, optimizer, **others)
@@ -56,7 +58,8 @@ def state_of(model: Model, optimizer: Any = None, **others: Any) -> dict[str, An
 
     Tensors are views of the model and the optimizer, so save them before the next step.
     """
-    model, described = _describe(model, optimizer, "the state of a split model could not be collected")
+    optimizers = _listed(optimizer)
+    model, described = _describe(model, optimizers, "the state of a split model could not be collected")
     entries, states = Entries(), random.states()
     with raising_everywhere("the state of a split model could not be collected"):
         for part in described.parts:
@@ -69,13 +72,11 @@ def state_of(model: Model, optimizer: Any = None, **others: Any) -> dict[str, An
             "optimizer": None,
             "others": {name: plain_state(name, value) for name, value in others.items()},
         }
-        if optimizer is not None:
-            values["optimizer"] = {
-                "type": type(optimizer).__name__,
-                "groups": described.options,
-                "group_of": described.group_of,
-                "step": add_state(entries, optimizer, described.parts),
-            }
+        of_each = _values_of_each(optimizers, described)
+        for own, each in zip(of_each, optimizers, strict=True):
+            own["step"] = add_state(entries, each, described.parts)
+        if of_each:
+            values["optimizer"] = of_each[0] if len(of_each) == 1 else of_each
         # PyTorch saves a tuple as one value.
         entries.state[random.key()] = (states,)
         if is_first():
@@ -87,11 +88,12 @@ def state_of(model: Model, optimizer: Any = None, **others: Any) -> dict[str, An
 def load(path: str | os.PathLike[str], model: Model, optimizer: Any = None, **others: Any) -> dict[str, Any]:
     """Load a checkpoint of `save` into any layout of processes; all processes call it.
 
-    `others` are objects with `load_state_dict`, by the names they were saved under. Other saved values are returned by
-    name. If the layout is the same, random number streams continue; otherwise they are seeded anew, always with the
-    same seed, and a warning is logged. Raises `FileNotFoundError` and `DamagedCheckpoint` as
-    `apex.checkpoint.load_sharded` does. Raises a RuntimeError in all processes if names, shapes or dtypes differ from
-    the model's, or if one of `others` refuses its state. An error leaves everything unchanged.
+    `others` are objects with `load_state_dict`, by the names they were saved under. Other saved values are returned
+    by name. Several optimizers have the order in which they were saved. If the layout is the same, random number
+    streams continue; otherwise they are seeded anew, always with the same seed, and a warning is logged. Raises
+    `FileNotFoundError` and `DamagedCheckpoint` as `apex.checkpoint.load_sharded` does. Raises a RuntimeError in all
+    processes if names, shapes or dtypes differ from the model's, or if one of `others` refuses its state. An error
+    leaves everything unchanged.
     """
     with open_checked(path) as reader:
         return _load(reader, model, optimizer, others)
@@ -118,13 +120,17 @@ def _load(reader: Reader, model: Model, optimizer: Any, others: dict[str, Any]) 
     fill(state, reader)
     values = state["values"][0]
     failed = f"the checkpoint {reader.path} does not fit"
-    model, described = _describe(model, optimizer, failed)
+    optimizers = _listed(optimizer)
+    model, described = _describe(model, optimizers, failed)
     entries, layout = Entries(saved), random.layout(len(model))
     with raising_everywhere(failed):
-        _check(values, saved, described, optimizer, others)
+        _check(values, saved, described, others)
+        of_each = _check_optimizers(values["optimizer"], optimizers, described)
         for part in described.parts:
             entries.add(f"model.{part.name}", part.value, shard_locations(part.variable))
-        load_optimizer = request_state(entries, optimizer, described.parts, values["optimizer"])
+        load_optimizers = [
+            request_state(entries, each, described.parts, own) for each, own in zip(optimizers, of_each, strict=True)
+        ]
         if values["layout"] == layout:
             entries.state[random.key()] = None
     with restoring(others.values()):
@@ -137,7 +143,8 @@ def _load(reader: Reader, model: Model, optimizer: Any, others: dict[str, Any]) 
         view.zero_()
     for chunk, state_dict in zip(model, described.dicts, strict=True):
         chunk.load_state_dict(state_dict)
-    load_optimizer()
+    for load_optimizer in load_optimizers:
+        load_optimizer()
     if values["layout"] == layout:
         random.restore(entries.state[random.key()][0])
     else:
@@ -145,17 +152,33 @@ def _load(reader: Reader, model: Model, optimizer: Any, others: dict[str, Any]) 
     return values["others"]
 
 
-def _describe(model: Model, optimizer: Any, failed: str) -> tuple[list[nn.Module], WholeModel]:
+def _listed(optimizer: Any) -> list[Any]:
+    return list(optimizer) if isinstance(optimizer, (list, tuple)) else [] if optimizer is None else [optimizer]
+
+
+def _describe(model: Model, optimizers: list[Any], failed: str) -> tuple[list[nn.Module], WholeModel]:
     """Return the chunks without wrappers, and their description as parts of the whole model."""
     with raising_everywhere(failed):
         chunks = unwrap_model(listify_model(model))
-        described = WholeModel(chunks, parameter_groups(optimizer))
+        described = WholeModel(chunks, [group for each in optimizers for group in parameter_groups(each)])
     with raising_everywhere(failed):
         described.join()
     return chunks, described
 
 
-def _check(values: Any, saved: Any, described: WholeModel, optimizer: Any, others: dict[str, Any]) -> None:
+def _values_of_each(optimizers: list[Any], described: WholeModel) -> list[dict[str, Any]]:
+    """Return the type of each optimizer, the options of its groups, and each parameter's group in it or None."""
+    found, first = [], 0
+    for optimizer in optimizers:
+        groups = described.options[first : first + len(optimizer.param_groups)]
+        numbers: dict[int | None, int] = {first + number: number for number in range(len(groups))}
+        group_of = {name: numbers.get(group) for name, group in described.group_of.items()}
+        found.append({"type": type(optimizer).__name__, "groups": groups, "group_of": group_of})
+        first += len(groups)
+    return found
+
+
+def _check(values: Any, saved: Any, described: WholeModel, others: dict[str, Any]) -> None:
     """Raise if the checkpoint lacks entries, has entries that no stage has, or has entries of another kind."""
     if values["format"] != _FORMAT:
         raise ValueError(f"it has format {values['format']}; this version reads format {_FORMAT}")
@@ -171,16 +194,25 @@ def _check(values: Any, saved: Any, described: WholeModel, optimizer: Any, other
             )
         if not hasattr(value, "load_state_dict"):
             raise TypeError(f"{name} must have load_state_dict, got {type(value).__name__}; plain values are returned")
-    if optimizer is None:
-        return
-    if values["optimizer"] is None:
+
+
+def _check_optimizers(saved: Any, optimizers: list[Any], described: WholeModel) -> list[Any]:
+    """Return the saved values of each optimizer; raise if there are other optimizers, or other groups in them."""
+    if not optimizers:
+        return []
+    if saved is None:
         raise ValueError("it was saved without an optimizer")
-    kind, groups = values["optimizer"]["type"], values["optimizer"]["groups"]
-    if kind != type(optimizer).__name__:
-        raise ValueError(f"its optimizer is {kind}, not {type(optimizer).__name__}")
-    if len(groups) != len(optimizer.param_groups):
-        raise ValueError(f"its optimizer has {len(groups)} parameter groups, not {len(optimizer.param_groups)}")
-    for part in described.parts:
-        saved_group, group = values["optimizer"]["group_of"][part.name], described.group_of[part.name]
-        if saved_group != group:
-            raise ValueError(f"{part.name} was in the optimizer's group {saved_group}, and is in group {group}")
+    saved = saved if isinstance(saved, list) else [saved]
+    if len(saved) != len(optimizers):
+        raise ValueError(f"it was saved with {len(saved)} optimizers, and is loaded with {len(optimizers)}")
+    for number, (old, new) in enumerate(zip(saved, _values_of_each(optimizers, described), strict=True)):
+        optimizer = f"optimizer {number}" if len(saved) > 1 else "optimizer"
+        if old["type"] != new["type"]:
+            raise ValueError(f"its {optimizer} is {old['type']}, not {new['type']}")
+        if len(old["groups"]) != len(new["groups"]):
+            raise ValueError(f"its {optimizer} has {len(old['groups'])} parameter groups, not {len(new['groups'])}")
+        for part in described.parts:
+            groups = old["group_of"][part.name], new["group_of"][part.name]
+            if groups[0] != groups[1]:
+                raise ValueError(f"{part.name} was in the {optimizer}'s group {groups[0]}, and is in group {groups[1]}")
+    return saved

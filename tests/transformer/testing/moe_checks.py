@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from apex.contrib.optimizers import DistributedFusedAdam
 from apex.optimizers import FusedAdam
 from apex.transformer import checkpoint, finalize_model_grads, parallel_state, tensor_parallel
 from apex.transformer._resharding.gathered import full_shape, full_tensor, local_part
@@ -100,17 +103,29 @@ def check(number: int, rank: int) -> None:
 
 
 class Saved(NamedTuple):
-    """A model and its optimizer, as `parts` takes them."""
+    """A model and its optimizer or optimizers, as `parts` takes them."""
 
     model: list[nn.Module]
-    optimizer: FusedAdam
+    optimizer: Any
 
     @classmethod
-    def of(cls, layout: Layout) -> Saved:
+    def of(cls, layout: Layout, several: bool = False) -> Saved:
         options = {**SIGMOID, **TO_ALL, "recompute": None, "moe_layer_freq": 2}
         config = config_of(2, sequence_parallel=layout.sequence, **options)
         model = build_model(gpt_model_provider, False, config=config)
-        return cls(model, FusedAdam([p for chunk in model for p in chunk.parameters()], lr=0.01))
+        if not several:
+            return cls(model, FusedAdam([p for chunk in model for p in chunk.parameters()], lr=0.01))
+        named = [pair for chunk in model for pair in chunk.named_parameters()]
+        groups = (parallel_state.get_data_parallel_group(True), parallel_state.get_expert_data_parallel_group())
+        return cls(
+            model,
+            [
+                DistributedFusedAdam(
+                    [p for name, p in named if (".experts." in name) == experts], lr=rate, process_group=group
+                )
+                for experts, rate, group in zip((False, True), (0.01, 0.02), groups, strict=True)
+            ],
+        )
 
     def step(self, forward_only: bool) -> Tensor:
         """Run two microbatches, the same in every replica, and return their losses in every stage."""
@@ -119,10 +134,16 @@ class Saved(NamedTuple):
         words = torch.randint(0, WORDS, (2, LENGTH + 1), generator=torch.Generator().manual_seed(6))
         stages = parallel_state.get_pipeline_model_parallel_world_size()
         schedule = get_forward_backward_func(None, stages)
-        losses = schedule(step_function, [words], self.model, forward_only=forward_only)
-        if not forward_only:
-            finalize_model_grads(self.model)
-            self.optimizer.step()
+        several = self.optimizer if isinstance(self.optimizer, list) else []
+        with contextlib.ExitStack() as unreduced:
+            for each in several:
+                unreduced.enter_context(each.no_sync())
+            losses = schedule(step_function, [words], self.model, forward_only=forward_only)
+            if not forward_only:
+                finalize_model_grads(self.model, data_parallel=False if several else None)
+        for each in (several or [self.optimizer]) if not forward_only else ():
+            each.step()
+            each.zero_grad()
         total = torch.stack(losses) if losses else torch.zeros(2, dtype=torch.float64)
         dist.all_reduce(total, group=parallel_state.get_pipeline_model_parallel_group())
         return total
@@ -161,19 +182,115 @@ def resharding(rank: int) -> None:
     assert saved["model.language_model.encoder.layers.0.mlp.router.expert_bias"].any()
 
 
+def several_optimizers(rank: int) -> None:
+    """ZeRO optimizers of dense parameters and of experts have one checkpoint, which other splits of experts load."""
+    if dist.get_world_size() != 4:
+        return
+    before: dict[str, Tensor] = {}
+    for number, layout in enumerate((Layout(expert=2), Layout(2, sequence=True, expert=4, expert_tensor=1), Layout())):
+        with groups(layout):
+            run = Saved.of(layout, several=True)
+            if number:
+                checkpoint.load(f"several{number - 1}", run.model, run.optimizer)
+            else:
+                run.step(forward_only=False)
+                run.step(forward_only=False)
+            assert [each.param_groups[0]["lr"] for each in run.optimizer] == [0.01, 0.02]
+            checkpoint.save(f"several{number}", run.model, run.optimizer)
+            saved = whole(Path(f"several{number}"))
+            for key, view, place in parts(run):
+                assert torch.equal(view, saved[key][place]), key
+            loss = run.step(forward_only=False)
+            if number == 1:
+                for optimizers, words in (
+                    (run.optimizer[::-1], "was in the optimizer 0's group 0, and is in group None"),
+                    (run.optimizer[:1], "saved with 2 optimizers, and is loaded with 1"),
+                    ([*run.optimizer, object()], "list of optimizers, got object"),
+                    ([run.optimizer[0]] * 2, "parameters are in several optimizers"),
+                ):
+                    with pytest.raises(RuntimeError, match=words):
+                        checkpoint.load("several0", run.model, optimizers)
+        if number:
+            assert saved.keys() == before.keys()
+            assert all(torch.equal(value, before[key]) for key, value in saved.items())
+        before = saved
+        if number == 0:
+            expected = loss
+        torch.testing.assert_close(loss, expected, rtol=TOLERANCE, atol=0)
+    moments = {key for key in saved if key.startswith("optimizer.exp_avg.") and saved[key].any()}
+    assert len(moments) == sum(key.startswith("optimizer.exp_avg.") for key in saved) > 10
+
+
 def refusals(rank: int) -> None:
     """Sizes that do not fit, and ranks with other numbers of tokens, are errors in every rank."""
     with groups(Layout(expert=dist.get_world_size())):
         with pytest.raises(ValueError, match=r"num_moe_experts=9 is not divisible by . expert-parallel ranks"):
             MoELayer(config_of(2, **{**EXPERTS, "num_moe_experts": 9}))
         layer = MoELayer(config_of(2, **EXPERTS))
-        with pytest.raises(ValueError, match="all ranks must pass the same dtype and shape, got rank 0"):
+        with pytest.raises(ValueError, match=r'"alltoall" takes other numbers on each rank.*, got rank 0'):
+            layer(torch.zeros(3 + rank, 1, 32, dtype=torch.float64))
+        layer = MoELayer(config_of(2, **{**EXPERTS, **PADDED, **TO_ALL}))
+        with pytest.raises(ValueError, match=r"padded to capacity.*same dtype and shape, got rank 0"):
             layer(torch.zeros(3 + rank, 1, 32, dtype=torch.float64))
     words = "the width 13 of an expert is not divisible by . expert-tensor"
     with groups(Layout(expert_tensor=dist.get_world_size())), pytest.raises(ValueError, match=words):
         MoELayer(config_of(2, **{**EXPERTS, "moe_ffn_hidden_size": 13}))
     with groups(Layout(2)), pytest.raises(ValueError, match="need sequence_parallel=True"):
         MoELayer(config_of(2, **EXPERTS))
+
+
+SPLITS = (Layout(expert=2), Layout(expert_tensor=2))
+
+
+def tokens(rank: int, count: int) -> Tensor:
+    return torch.arange(count * 32, dtype=torch.float64).add(1000.0 * rank).sin().view(count, 1, 32)
+
+
+def uneven_tokens(rank: int) -> None:
+    """The all-to-all dispatcher takes other numbers of tokens on each rank, also none."""
+    if dist.get_world_size() != 2:
+        return
+    for layout, sizes in itertools.product(SPLITS, ((3, 5), (0, 4), (0, 0))):
+        whole = MoELayer(config_of(2, **{**EXPERTS, **TO_ALL}))
+        inputs = [tokens(number, size).requires_grad_() for number, size in enumerate(sizes)]
+        expected = [whole(x)[0] for x in inputs]
+        sum(each.square().sum() for each in expected).backward()
+        with groups(layout):
+            layer, x = MoELayer(config_of(2, **{**EXPERTS, **TO_ALL})), tokens(rank, sizes[rank]).requires_grad_()
+            output = layer(x)[0]
+            output.square().sum().backward()
+            for name, parameter in layer.experts.named_parameters():
+                gradient = local_part(whole.experts.get_parameter(name).grad, parameter, parameter)
+                torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=1e-12)
+        torch.testing.assert_close(output, expected[rank], rtol=0, atol=1e-12)
+        torch.testing.assert_close(x.grad, inputs[rank].grad, rtol=0, atol=1e-12)
+
+
+def gradients_that_some_ranks_need(rank: int) -> None:
+    """Ranks that need a gradient of their input, of their parameters, of both or of neither find what they need."""
+    if dist.get_world_size() != 2:
+        return
+    for layout, kind in itertools.product(SPLITS, ("allgather", "alltoall")):
+        options = config_of(2, **{**EXPERTS, "moe_token_dispatcher_type": kind})
+        whole = MoELayer(options)
+        inputs = [tokens(number, 4).requires_grad_() for number in range(2)]
+        sum(whole(x)[0].square().sum() for x in inputs).backward()
+        with groups(layout):
+            for needs in itertools.product(("input", "parameters", "both", "neither"), repeat=2):
+                layer, x = MoELayer(options), tokens(rank, 4)
+                layer.requires_grad_(needs[rank] in ("parameters", "both"))
+                x.requires_grad_(needs[rank] in ("input", "both"))
+                layer(x)[0].square().sum().backward()
+                assert (x.grad is not None) == x.requires_grad
+                if x.requires_grad:
+                    torch.testing.assert_close(x.grad, inputs[rank].grad, rtol=0, atol=1e-12, msg=str(needs))
+                for name, parameter in layer.experts.named_parameters():
+                    assert (parameter.grad is not None) == parameter.requires_grad
+                    gradient = local_part(whole.experts.get_parameter(name).grad, parameter, parameter)
+                    if parameter.requires_grad:
+                        torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=1e-12, msg=str(needs))
+            with torch.no_grad():
+                assert not layer(x)[0].requires_grad
 
 
 def fully_sharded(rank: int) -> None:
@@ -224,9 +341,34 @@ def random_streams(rank: int) -> None:
     assert torch.equal(drawn, torch.rand(2, generator=torch.Generator().manual_seed(7 + 1024 + 100 * expert)))
 
 
+def jitter(rank: int) -> None:
+    """Ranks with different parts of a sequence multiply their tokens by different random numbers."""
+    if dist.get_world_size() == 8:
+        return
+    x, options = tokens(0, 6), {**EXPERTS, "moe_input_jitter_eps": 0.1}
+    layouts = [Layout(context=2), Layout(2, sequence=True)]
+    if dist.get_world_size() == 4:
+        layouts = [Layout(context=4), Layout(2, sequence=True, context=2)]
+    for layout in layouts:
+        with groups(layout):
+            tensor_parallel.model_parallel_cuda_manual_seed(7)
+            router = MoELayer(config_of(2, sequence_parallel=layout.sequence, **options)).router
+            before = torch.get_rng_state()
+            first, second = (router(x)[0].detach() for _ in range(2))
+            assert torch.equal(torch.get_rng_state(), before)  # which ranks with the same tokens share
+        assert not torch.equal(first, second)
+        found: list[Any] = [torch.empty_like(first) for _ in range(dist.get_world_size())]
+        dist.all_gather(found, first)
+        assert not any(map(torch.equal, found, found[1:] + found[:1]))
+
+
 CHECKS: dict[str, Any] = {
     f"case {number}": functools.partial(check, number) for number in range(max(map(len, LAYOUTS.values())))
 }
 CHECKS |= {
-    each.__name__: each for each in (resharding, refusals, fully_sharded, losses_without_a_schedule, random_streams)
+    each.__name__: each
+    for each in (
+        *(resharding, several_optimizers, refusals, uneven_tokens, gradients_that_some_ranks_need),
+        *(fully_sharded, losses_without_a_schedule, random_streams, jitter),
+    )
 }

@@ -75,6 +75,9 @@ class WholeModel:
         extra = sum(id(param) not in self._variables and param.numel() > 0 for _, params in groups for param in params)
         if extra:
             raise ValueError(f"the optimizer has {extra} parameters that the model has not")
+        several = sum(len(params) for _, params in groups) - len(group_of)
+        if several:
+            raise ValueError(f"{several} parameters are in several optimizers, or in several groups of one")
 
     def join(self) -> None:
         """Name the parts, and raise if two stages hold different parameters under one name.

@@ -19,8 +19,8 @@ _OWN = ("params", "param_names")
 
 def parameter_groups(optimizer: Any) -> list[Group]:
     """Return each parameter group's options and its model parameters (not the master weights that amp made)."""
-    if optimizer is None:
-        return []
+    if not hasattr(optimizer, "param_groups"):
+        raise TypeError(f"optimizer must be an optimizer or a list of optimizers, got {type(optimizer).__name__}")
     saved = optimizer.param_groups if _is_divided(optimizer) else optimizer.state_dict()["param_groups"]
     options = [{name: value for name, value in group.items() if name not in _OWN} for group in saved]
     return list(zip(options, _params(optimizer), strict=True))
@@ -66,8 +66,6 @@ def request_state(entries: Entries, optimizer: Any, parts: Sequence[Part], value
 
     `values` holds the saved values of the optimizer that are not tensors.
     """
-    if optimizer is None:
-        return lambda: None
     names = {id(part.variable): part.name for part in parts}
     if _is_divided(optimizer):
         slices = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from ..._distributed import exchange
 from ...ops._host import HOST
 from ...ops._library import autocast_off
 from .._marks import MarkedModule
-from ..tensor_parallel.random import get_cuda_rng_tracker
+from ..tensor_parallel.random import own_random_numbers
 from ._groups import ExpertGroups, size_of
 from ._losses import MoEAuxLossAutoScaler, switch_load_balancing_loss_func, z_loss_func
 from ._permutation import count_rows
@@ -56,7 +55,8 @@ class TopKRouter(MarkedModule):
     - `load_balancing_type`: the loss times moe_aux_loss_coeff is computed over a batch ("aux_loss"), over each sequence
       ("seq_aux_loss"), or over the replicas' batches and the microbatches since the last step ("global_aux_loss").
     - moe_z_loss_coeff: factor of the mean of logsumexp(logits)^2. Losses enter the backward pass of the weights.
-    - moe_input_jitter_eps: in training, inputs are multiplied by random numbers from 1 - eps to 1 + eps.
+    - moe_input_jitter_eps: in training, inputs are multiplied by random numbers from 1 - eps to 1 + eps, which differ
+      between ranks with different parts of a sequence.
     - moe_expert_capacity_factor, moe_token_drop_policy: the most tokens of an expert, and which ones are dropped.
     """
 
@@ -151,7 +151,7 @@ class TopKRouter(MarkedModule):
         if not eps or not self.training:
             return rows
         splits_sequence = self.config.sequence_parallel and size_of(self.groups.tp) > 1
-        with get_cuda_rng_tracker().fork() if splits_sequence else contextlib.nullcontext():
+        with own_random_numbers(splits_sequence):
             return rows * torch.empty_like(rows).uniform_(1.0 - eps, 1.0 + eps)
 
     def _logits(self, rows: Tensor) -> Tensor:

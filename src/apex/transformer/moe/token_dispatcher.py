@@ -4,9 +4,11 @@ Letters: T tokens, K experts of a token, H hidden size. `ep` ranks hold differen
 the same experts. The steps of a dispatcher are called in the order of `MoETokenDispatcher`'s methods.
 
 - `MoEAllGatherTokenDispatcher`: every rank gets all tokens and computes its own experts. Nothing waits for
-  the device. It sends all tokens to all ranks, so it is for few ranks or many experts per token.
+  the device. It sends all tokens to all ranks, so it is for few ranks or many experts per token. All ranks must have
+  the same number of tokens, as in Megatron; Gloo groups compare the numbers.
 - `MoEAlltoAllTokenDispatcher`: each token is sent to the ranks of its experts only. The host must know the number of
-  rows for each rank: one copy from the device per layer, unless all experts take the same number (padding to capacity).
+  rows for each rank: one copy from the device per layer, unless all experts take the same number (padding to capacity),
+  which needs the same number of tokens on each rank.
 """
 
 from __future__ import annotations
@@ -117,6 +119,8 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
         self._shape = hidden_states.shape
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         if self.config.moe_pad_expert_input_to_capacity:
+            if size_of(self.groups.tp_ep) > 1:
+                exchange.check_alike(tokens, self.groups.tp_ep, "experts' tokens that are padded to capacity")
             self._pad(tokens.shape[0], index)
             rows, rows_of = self._rows
             probs = weight.new_zeros(rows.shape[0] + 1).scatter(0, rows_of.reshape(-1), weight.reshape(-1))[:-1]

@@ -115,6 +115,18 @@ def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
     return _tracker
 
 
+def own_random_numbers(own: bool) -> contextlib.AbstractContextManager:
+    """Return a context that draws this rank's own random numbers if `own`, for activations that ranks split.
+
+    Otherwise tensor-parallel ranks draw the same numbers, and context-parallel ranks different ones.
+    """
+    if own:
+        return _tracker.fork()
+    if size_and_rank(None)[0] > 1:
+        return _tracker.fork(CONTEXT_PARALLEL_STREAM)
+    return contextlib.nullcontext()
+
+
 def get_expert_parallel_rng_tracker_name() -> str:
     """Return the name of the random number stream of this rank's experts, for `fork`."""
     return _EXPERT_PARALLEL_RNG_TRACKER_NAME

@@ -16,9 +16,10 @@ from ..context_parallel._parts import size_and_rank
 from ..enums import AttnMaskType
 from ..functional import scaled_masked_softmax, scaled_upper_triang_masked_softmax
 from ..packed_seq_params import PackedSeqParams
+from ..tensor_parallel.random import own_random_numbers
 from ..utils import divide
 from ._config import TransformerConfig
-from ._layers import dropout, init_method_normal, own_random_numbers, scaled_init_method_normal
+from ._layers import dropout, init_method_normal, scaled_init_method_normal
 
 
 class CoreAttention(nn.Module):

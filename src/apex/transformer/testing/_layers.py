@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable
 
@@ -11,9 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...ops._host import HOST
-from .. import tensor_parallel
-from ..context_parallel._parts import size_and_rank
-from ..tensor_parallel.random import CONTEXT_PARALLEL_STREAM
+from ..tensor_parallel.random import own_random_numbers
 
 Init = Callable[[Tensor], Tensor]
 
@@ -34,19 +31,6 @@ def get_linear_layer(rows: int, columns: int, init_method: Init) -> nn.Linear:
     init_method(layer.weight)
     nn.init.zeros_(layer.bias)
     return layer
-
-
-def own_random_numbers(own: bool) -> contextlib.AbstractContextManager:
-    """Return a context that draws this rank's own random numbers if `own`, for dropout of split activations.
-
-    Otherwise tensor-parallel ranks draw the same numbers, and context-parallel ranks different ones.
-    """
-    tracker = tensor_parallel.get_cuda_rng_tracker()
-    if own:
-        return tracker.fork()
-    if size_and_rank(None)[0] > 1:
-        return tracker.fork(CONTEXT_PARALLEL_STREAM)
-    return contextlib.nullcontext()
 
 
 def dropout(x: Tensor, probability: float, training: bool, own: bool) -> Tensor:
