@@ -131,9 +131,7 @@ class Layout:
             # The number of programs of the largest tensor.
             self.most = most
             if self.count >= 2**31:
-                raise ValueError(
-                    f"{self.count} blocks of {self.elements} elements are more than one launch can take"
-                )
+                raise ValueError(f"{self.count} blocks of {self.elements} elements are more than one launch can take")
             self.programs: Tensor | None = None  # None: each tensor has one program, with the tensor's number
             if most > 1 or self.count < len(sizes):
                 tensor = torch.repeat_interleave(torch.arange(len(sizes), **INDICES), counts)
