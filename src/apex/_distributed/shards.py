@@ -78,18 +78,24 @@ def place_of(tensor: Tensor) -> tuple[int, int, int, list[int]]:
     return start, max(1, math.prod(shard.shape[inner:])), math.prod(shape[inner:]), first
 
 
-def distributed_like(tensor: Tensor, shard: Tensor, shape: Sequence[int] | None = None) -> Tensor:
+def distributed_like(
+    tensor: Tensor, shard: Tensor, shape: Sequence[int] | None = None, *, dimensions: int | None = None
+) -> Tensor:
     """Return this process's shard as a tensor distributed like `tensor`; return the shard itself if that is plain.
 
-    The whole tensor has the shape and strides of `tensor`, or is contiguous with another `shape`.
+    The whole tensor has the shape and strides of `tensor`, or is contiguous with another `shape`. It is cut as `tensor`
+    is, but only in its first `dimensions`, if these are given, and replicated where others are cut.
     """
     if not is_sharded(tensor):
         return shard
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor, Replicate
 
     size = tensor.shape if shape is None else torch.Size(shape)
     stride = tensor.stride() if shape is None else torch.empty(size, dtype=shard.dtype, device="meta").stride()
     mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
+    if dimensions is not None:
+        cut = [not each.is_replicate() and each.dim < dimensions for each in placements]
+        placements = [each if keep else Replicate() for each, keep in zip(placements, cut, strict=True)]
     return DTensor.from_local(shard, mesh, placements, run_check=False, shape=size, stride=stride)
 
 

@@ -22,7 +22,7 @@ from typing_extensions import Unpack
 from ..ops import _graph_numbers
 from ..ops._host import HOST
 from ..ops.multi_tensor import make_lists, zero
-from ..ops.multi_tensor.torch_lists import StateSeed
+from ..ops.multi_tensor.torch_lists import StateSeed, seed_of
 from ._buckets import MASTER, Group, GroupBuckets, SlotCodecs, UpdateBucket, agreed
 from ._checkpoints import load_state, load_with_hooks, saved_state
 from ._checks import check_group, check_options
@@ -344,7 +344,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             count += 1
         else:
             count = group["rounding_count"] = int(count) + 1
-        return (count * 0x9E3779B1) & 0xFFFFFF
+        return seed_of(count)
 
     def _seed_for(self, bucket: UpdateBucket, seed: Any) -> Any:
         """Return the seed for a bucket: for parameters and state, for state alone, or None."""

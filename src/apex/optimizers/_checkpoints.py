@@ -98,7 +98,8 @@ def _check_param_state(
         check_step(f"step in {source}", state["step"])
     for key, value in state.items():
         placements = [getattr(tensor, "placements", "whole") for tensor in (value, param)]
-        if isinstance(value, Tensor) and value.shape == param.shape and value.dim() and placements[0] != placements[1]:
+        fits = placements[0] == placements[1] or key.partition("::")[0] not in (*names, MASTER)
+        if not fits and isinstance(value, Tensor) and value.shape == param.shape:
             raise ValueError(
                 f"{key} in {source} is distributed as {placements[0]}, the parameter as {placements[1]}; "
                 "torch.distributed.checkpoint loads state for other shards"

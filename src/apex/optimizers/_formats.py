@@ -26,7 +26,7 @@ from ._buckets import MASTER, SlotCodecs
 
 FORMATS = ("float32", "bfloat16", "int8", "float8")
 # Codecs of each format, for signed numbers and for squares; None: plain numbers of that dtype.
-_CODECS: dict[str, dict[str, str | None]] = {
+CODECS: dict[str, dict[str, str | None]] = {
     "float32": {"signed": None, "root": None},
     "bfloat16": {"signed": None, "root": "bfloat16"},
     "int8": {"signed": "signed8", "root": "root8"},
@@ -38,11 +38,16 @@ _REMAINDER_CODECS = {24: "remainder8", 32: "remainder16"}
 _FIRST = 2
 
 
+def check_format(format: Any) -> None:
+    """Raise an error if `format` is not the name of a format."""
+    if format not in FORMATS:
+        raise ValueError(f"state_format={format!r} is none of {', '.join(FORMATS)}")
+
+
 def check_formats(optimizer: Any) -> None:
     """Raise an error if the optimizer's `state_format` or `master_bits` is invalid, or not available for its class."""
     name, format, bits = type(optimizer).__name__, optimizer.state_format, optimizer.master_bits
-    if format not in FORMATS:
-        raise ValueError(f"state_format={format!r} is none of {', '.join(FORMATS)}")
+    check_format(format)
     if bits not in (None, *_REMAINDER_CODECS):
         raise ValueError(f"master_bits={bits!r} is none of None, 24 and 32")
     if not optimizer._encodable and (format != "float32" or bits is not None):
@@ -53,7 +58,7 @@ def check_formats(optimizer: Any) -> None:
 
 def _codec(optimizer: Any, name: str) -> str | None:
     """Return the codec of a state tensor; None if it is stored as plain numbers."""
-    return _CODECS[optimizer.state_format][optimizer._encodable[name]] if name in optimizer._encodable else None
+    return CODECS[optimizer.state_format][optimizer._encodable[name]] if name in optimizer._encodable else None
 
 
 def _stored_name(name: str, codec: str | None) -> str:
@@ -272,11 +277,10 @@ def _convert(optimizer: Any, state: dict[str, Any], param: Tensor, name: str) ->
     stored, scales = _stored_name(name, codec), f"{name}::scales"
     if scales in state and not is_sharded(param):
         state[scales] = state[scales].reshape(-1)
-    dtypes = {"signed8": torch.int8, "root8": torch.uint8, "float8": torch.float8_e4m3fn}
     is_half = optimizer.state_format == "bfloat16"
     current = state.get(stored)
     if current is not None:
-        expected = dtypes.get(codec or "")
+        expected = codecs.DTYPES.get(codec or "")
         right = current.dtype == expected if expected else (current.dtype == torch.bfloat16) == is_half
         if right:
             return
@@ -288,7 +292,7 @@ def _convert(optimizer: Any, state: dict[str, Any], param: Tensor, name: str) ->
     if codec is None or not codecs.has_scales(codec):
         state[name] = values.to(torch.bfloat16) if is_half else values
         return
-    codes = torch.empty_like(values, dtype=dtypes[codec])
+    codes = torch.empty_like(values, dtype=codecs.DTYPES[codec])
     encoded, new_scales = codecs.encode(codec, flat(local(values)))
     assert new_scales is not None
     flat(local(codes)).copy_(encoded)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._distributed.shards import local
+from .._distributed.shards import distributed_like, local
 from ..ops._host import HOST
 from ..ops.multi_tensor import make_lists, rules
 from ..ops.multi_tensor.codecs import Encodings
@@ -19,7 +19,7 @@ from ..ops.multi_tensor.tables import upload
 from ..ops.newton_schulz import newton_schulz, resolved
 from ..ops.newton_schulz.config import matrices_at_once
 from ._buckets import UpdateBucket
-from ._muon_shards import divided
+from ._muon_shards import FullMatrices, RowExchange, divided
 
 # State of NorMuon: averages of squares of rows, [rows, 1].
 SQUARES = "second_momentum_buffer"
@@ -146,8 +146,6 @@ class Directions:
         self, group: dict[str, Any], bucket: UpdateBucket | WholeMatrices, workspaces: dict[Any, Tensor]
     ) -> None:
         params = bucket.params
-        if group["beta2"] is not None and bucket.shard_groups:
-            raise NotImplementedError(f"beta2={group['beta2']} (NorMuon) does not take sharded parameters (DTensor)")
         self.options = options_of_directions(group)
         blocks = [blocks_of(param.shape, group) for param in params]
         rates = [[factor_of(block.rows, block.columns, group["adjust_lr_fn"]) for block in parts] for parts in blocks]
@@ -164,6 +162,8 @@ class Directions:
         self.views: list[Tensor] = [own_memory] * len(params)
         # Directions of equal shape, their blocks with the factor of each, and averages of squares of rows or None.
         self._stacks: list[tuple[Tensor, list[tuple[Block, float]], Tensor | None]] = []
+        # Exchanges of averages of squares of rows, and this process's part of the averages.
+        self._squares: list[tuple[RowExchange | FullMatrices, list[Tensor]]] = []
         # If all blocks of a parameter have the same factor, the update pass multiplies, in float32.
         common = [rate[0] if len(set(rate)) == 1 else 1.0 for rate in rates]
         factors = torch.tensor([[factor, 0.0] for factor in common], dtype=torch.float32, device=HOST)
@@ -177,14 +177,22 @@ class Directions:
             squares = None
             if group["beta2"] is not None:
                 assert isinstance(bucket, UpdateBucket)
-                squares = _squares_of_rows(bucket, indices, in_memory[0], shape)
+                squares = _squares_of_rows(bucket, indices, in_memory[0], shape, group)
             self._add(stack, in_memory, rates[indices[0]], squares)
         for exchange, part in zip(self._exchanges, exchanged, strict=True):
             exchange.bind(part)
             for index, view in zip(exchange.indices, exchange.views, strict=True):
                 self.views[index] = view.view(local(params[index]).shape)
-            for first, stack in exchange.stacks:
-                self._add(stack, blocks[exchange.indices[first]], rates[exchange.indices[first]], None)
+            squares_of: list[Tensor | None] = [None] * len(exchange.stacks)
+            if group["beta2"] is not None:
+                assert isinstance(bucket, UpdateBucket)
+                states = [_sharded_squares(bucket, index, group) for index in exchange.indices]
+                of_rows = exchange.of_rows(states)
+                of_rows.bind(torch.zeros(of_rows.elements, dtype=torch.float32, device=bucket.device))
+                self._squares.append((of_rows, [local(state).view(-1) for state in states]))
+                squares_of = [stack.unsqueeze(2) for _, stack in of_rows.stacks]
+            for (first, stack), squares in zip(exchange.stacks, squares_of, strict=True):
+                self._add(stack, blocks[exchange.indices[first]], rates[exchange.indices[first]], squares)
         if group["beta2"] is not None and isinstance(bucket, UpdateBucket):
             bucket.watch(SQUARES)
         self.factors = upload(factors, torch.float32, bucket.device)  # also while a graph is captured
@@ -243,7 +251,9 @@ class Directions:
 
         With `halves` the results are float16 numbers in the same memory.
         """
-        for exchange in self._exchanges:
+        for of_rows, own in self._squares:
+            torch._foreach_copy_(of_rows.views, own)
+        for exchange in (*self._exchanges, *(of_rows for of_rows, _ in self._squares)):
             exchange.gather()
         steps = triples(group["ns_coefficients"], group["ns_steps"])
         eps, method, products = float(group["eps"]), group["ns_method"], group["ns_dtype"]
@@ -266,8 +276,10 @@ class Directions:
                         result = _with_even_rows(result, seen[index], group["beta2"], noop)
                     target.copy_(result if factor == 1.0 else result.mul_(factor))
                     del result  # before the next batch
-        for exchange in self._exchanges:
+        for exchange in (*self._exchanges, *(of_rows for of_rows, _ in self._squares)):
             exchange.scatter()
+        for of_rows, own in self._squares:
+            torch._foreach_copy_(own, of_rows.views)
 
 
 def _batches(part: Tensor, block: Block, products: torch.dtype | None) -> list[tuple[slice, slice]]:
@@ -290,7 +302,26 @@ def _evenly(count: int, limit: int) -> list[slice]:
     return [slice(start, start + size) for start in range(0, count, size)]
 
 
-def _squares_of_rows(bucket: UpdateBucket, indices: list[int], block: Block, shape: Sequence[int]) -> Tensor:
+def _distributed_squares(param: Tensor, squares: Tensor, group: Mapping[str, Any]) -> Tensor:
+    """Return averages of this process's rows, with the shape of the parameter but one column, and cut as it is."""
+    dimensions = 1 if group["flatten"] else param.dim() - 1
+    shape, own = ((*each.shape[:dimensions], 1) for each in (param, local(param)))
+    return distributed_like(param, squares.view(own), shape, dimensions=dimensions)
+
+
+def _sharded_squares(bucket: UpdateBucket, index: int, group: Mapping[str, Any]) -> Tensor:
+    """Return the state of a parameter whose matrices are cut: averages of squares of rows, float32."""
+    param, state = bucket.params[index], bucket.states[index]
+    if SQUARES not in state:
+        rows = math.prod(local(param).shape[: 1 if group["flatten"] else param.dim() - 1])
+        squares = torch.zeros(rows, dtype=torch.float32, device=bucket.device)
+        state[SQUARES] = _distributed_squares(param, squares, group)
+    return state[SQUARES]
+
+
+def _squares_of_rows(
+    bucket: UpdateBucket, indices: list[int], block: Block, shape: Sequence[int], group: Mapping[str, Any]
+) -> Tensor:
     """Return averages of squares of rows, float32, one after the other, and make each parameter's state a view of it.
 
     The shape is [parameters, rows, 1] or, for a transposed matrix, whose rows are columns in memory,
@@ -300,17 +331,17 @@ def _squares_of_rows(bucket: UpdateBucket, indices: list[int], block: Block, sha
     rows = block.columns if is_transposed else math.prod(shape) // max(1, block.columns)
     # A bucket that is made again, for example for a graph, continues with the memory of the earlier bucket.
     states = [bucket.states[index] for index in indices]
-    squares = getattr(states[0].get(SQUARES), "_base", None)
+    squares = getattr(local(states[0][SQUARES]), "_base", None) if SQUARES in states[0] else None
     if squares is not None and squares.shape == (len(indices), rows):
-        starts = [state[SQUARES].data_ptr() if SQUARES in state else 0 for state in states]
+        starts = [local(state[SQUARES]).data_ptr() if SQUARES in state else 0 for state in states]
         if starts == [row.data_ptr() for row in squares]:
             return squares[:, None, None, :] if is_transposed else squares[:, :, None]
     squares = torch.zeros(len(indices), rows, dtype=torch.float32, device=bucket.device)
     for position, index in enumerate(indices):
         state = bucket.states[index]
         if SQUARES in state:
-            squares[position].copy_(state[SQUARES].reshape(-1))
-        state[SQUARES] = squares[position].unsqueeze(1)
+            squares[position].copy_(local(state[SQUARES]).reshape(-1))
+        state[SQUARES] = _distributed_squares(bucket.params[index], squares[position], group)
     return squares[:, None, None, :] if is_transposed else squares[:, :, None]
 
 

@@ -90,13 +90,15 @@ def owners_of(costs: Sequence[int], ranks: int, first: int = 0) -> list[int]:
     return owners
 
 
-def _stacked(memory: Tensor, indices: Sequence[int], params: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
+def _stacked(
+    memory: Tensor, indices: Sequence[int], params: Sequence[Tensor], shapes: Sequence[Any]
+) -> list[tuple[int, Tensor]]:
     """Cut memory into matrices of parameters; return, for each run of equal shapes, its first index and the matrices.
 
     The matrices of a run are a tensor [parameters, elements].
     """
     stacks, start = [], 0
-    for _, run in itertools.groupby(indices, key=lambda index: params[index].shape):
+    for _, run in itertools.groupby(indices, key=lambda index: shapes[index]):
         members = list(run)
         size = params[members[0]].numel()
         stacks.append((members[0], memory[start : start + size * len(members)].view(len(members), size)))
@@ -109,17 +111,26 @@ class RowExchange:
 
     Every matrix has an owner. One all-to-all brings its rows there, and one brings them back. `views` has this
     process's rows of every parameter, as vectors that are sent without a copy. `stacks` has the matrices that this
-    process owns, see `_stacked`. `indices` are the numbers of the parameters in their bucket.
+    process owns, see `_stacked`. `indices` are the numbers of the parameters in their bucket, `shapes` the shapes that
+    sort them.
     """
 
     def __init__(
-        self, indices: Sequence[int], params: Sequence[Tensor], costs: Sequence[int], group: Any, first: int
+        self,
+        indices: Sequence[int],
+        params: Sequence[Tensor],
+        costs: Sequence[int],
+        group: Any,
+        first: int,
+        shapes: Sequence[Any] | None = None,
     ) -> None:
         self.indices, self._params, self._group = list(indices), list(params), group
+        self._shapes = [tuple(param.shape) for param in params] if shapes is None else shapes
+        self._division = costs, group, first, self._shapes
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
         owners = owners_of(costs, ranks, first)
         # In the order of sending. Matrices of one shape are neighbours, so that one batched iteration takes them all.
-        self._order = sorted(range(len(params)), key=lambda index: (owners[index], tuple(params[index].shape), index))
+        self._order = sorted(range(len(params)), key=lambda index: (owners[index], self._shapes[index], index))
         self._owned = [index for index in self._order if owners[index] == rank]
         self._shards = [local(param).numel() for param in params]
         self._sent = [0] * ranks
@@ -135,13 +146,17 @@ class RowExchange:
         self._received = list(map(sum, self._parts))
         self.elements = sum(self._sent) + 2 * sum(self._received)
 
+    def of_rows(self, tensors: Sequence[Tensor]) -> RowExchange:
+        """Return an exchange of tensors with a number for each row, which go where the matrices go."""
+        return RowExchange(self.indices, tensors, *self._division)
+
     def bind(self, memory: Tensor) -> None:
         """Use `memory`, a vector of `elements` elements."""
         sizes = [sum(self._sent), sum(self._received), sum(self._received)]
         self._outgoing, self._incoming, matrices = memory.split(sizes)
         sent = self._outgoing.split([self._shards[index] for index in self._order])
         self.views = [view for _, view in sorted(zip(self._order, sent, strict=True), key=lambda pair: pair[0])]
-        self.stacks = _stacked(matrices, self._owned, self._params)
+        self.stacks = _stacked(matrices, self._owned, self._params, self._shapes)
         whole = [matrix for _, stack in self.stacks for matrix in stack]
         # Copies between the rows in the order of their senders and the rows of each matrix.
         pieces = self._incoming.split([size for sizes in self._parts for size in sizes])
@@ -173,9 +188,10 @@ class FullMatrices:
 
     _warned = False
 
-    def __init__(self, indices: Sequence[int], params: Sequence[Tensor]) -> None:
+    def __init__(self, indices: Sequence[int], params: Sequence[Tensor], shapes: Sequence[Any] | None = None) -> None:
         self.indices = list(indices)
         self._params: list[Any] = list(params)
+        self._shapes = [tuple(param.shape) for param in params] if shapes is None else shapes
         self._shards = [local(param).numel() for param in params]
         self.elements = sum(self._shards) + sum(param.numel() for param in params)
         if not FullMatrices._warned:
@@ -186,12 +202,16 @@ class FullMatrices:
                 self._params[0].placements,
             )
 
+    def of_rows(self, tensors: Sequence[Tensor]) -> FullMatrices:
+        """Return an exchange of tensors with a number for each row."""
+        return FullMatrices(self.indices, tensors, self._shapes)
+
     def bind(self, memory: Tensor) -> None:
         """Use `memory`, a vector of `elements` elements."""
         *views, matrices = memory.split([*self._shards, self.elements - sum(self._shards)])
         self.views = views
-        order = sorted(range(len(self._params)), key=lambda index: tuple(self._params[index].shape))
-        self.stacks = _stacked(matrices, order, self._params)
+        order = sorted(range(len(self._params)), key=lambda index: self._shapes[index])
+        self.stacks = _stacked(matrices, order, self._params, self._shapes)
         whole = [matrix for _, stack in self.stacks for matrix in stack]
         self._whole = [(self._params[index], views[index], matrix) for index, matrix in zip(order, whole, strict=True)]
 

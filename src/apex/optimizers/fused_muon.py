@@ -58,7 +58,7 @@ class FusedMuon(EncodingOptimizer):
       their mean squares, with this decay, and the direction gets its norm back; None (the default) is plain Muon.
 
     Matrices that `fully_shard` cuts are sent to one process each, made orthogonal there, and sent back. Shards that
-    consist of whole matrices (experts, heads) stay where they are. `beta2` takes no sharded matrices.
+    consist of whole matrices (experts, heads) stay where they are.
 
     A parameter of three dimensions is a stack of matrices, such as experts. `muon_groups(model)` makes the groups.
     `FusedOptimizer` describes the keyword options, docs/state_formats.md `state_format` and `master_bits`.

@@ -66,6 +66,12 @@ def test_names_that_subclasses_use() -> None:
         ({"store_param_remainders": True, "store_params": False}, "param_sync_dtype bfloat16, not"),
         ({"with_scaled_states": True}, "needs store_params=True and dtype float16 or bfloat16"),
         ({"capturable": True, "with_scaled_states": True, "dtype": torch.float16}, "capturable works with neither"),
+        ({"state_format": "int4"}, "state_format='int4' is none of float32, bfloat16, int8, float8"),
+        ({"state_format": "int8", "amsgrad": True}, "amsgrad=True needs state_format='float32'"),
+        (
+            {"state_format": "int8", "dtype": torch.bfloat16},
+            "stores numbers of dtype=torch.float32, not torch.bfloat16",
+        ),
         ({"nccl_ub": True}, "contiguous_grad_buffer=True"),
         ({"bucket_cap_mb": 0}, "bucket_cap_mb=0"),
         ({"pipeline_size": 0}, "pipeline_size=0"),

@@ -50,7 +50,8 @@ class DistributedFusedAdam(SubclassableOptimizer):
     - `store_param_remainders`: keep only the 16 bits that bfloat16 parameters lack to float32: half the memory;
     - `with_scaled_states`: keep state in float16 or bfloat16 (`dtype`), with a scale for every piece of a parameter;
     - `nccl_ub`: let NCCL allocate the buffers if it can, and send them without copies; needs `contiguous_grad_buffer`;
-    - `capturable`: keep step count and learning rate on the device, so that a CUDA graph can be replayed.
+    - `capturable`: keep step count and learning rate on the device, so that a CUDA graph can be replayed;
+    - `state_format`: how moments are stored, "float32", "bfloat16", "int8" or "float8" (docs/state_formats.md).
     """
 
     @dataclass

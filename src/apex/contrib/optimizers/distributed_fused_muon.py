@@ -11,12 +11,14 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ...ops.multi_tensor import Lists
+from ...ops.multi_tensor.codecs import Encodings
 from ...ops.multi_tensor.flat import flat
+from ...ops.multi_tensor.torch_lists import StateSeed, seed_of
 from ...optimizers._muon_directions import WORKSPACE, Directions, WholeMatrices, blocks_of, options_of_directions
 from ...optimizers.fused_muon import check_options_of_muon, divided_group, update_others, with_betas
 from ._zero.arena import Arena
-from ._zero.layout import Layout, Piece, WholeLayout, pick
-from ._zero.state import ArenaState, in_slots
+from ._zero.layout import Layout, Piece, WholeLayout
+from ._zero.state import ArenaState, Format, format_of
 from ._zero.weights import Weights, weights_of
 from .distributed_fused_adam import DistributedFusedAdam
 
@@ -44,6 +46,7 @@ class ZeroOptions(TypedDict, total=False):
     store_param_remainders: bool
     nccl_ub: bool
     capturable: bool
+    state_format: str
 
 
 class DistributedFusedMuon(DistributedFusedAdam):
@@ -122,8 +125,8 @@ class DistributedFusedMuon(DistributedFusedAdam):
         weights = weights_of(arena, stores, self.store_param_remainders and not stores)
         algorithm = self.param_groups[arena.group_of[0]]["algorithm"]
         if algorithm == "muon":
-            return MatrixState(arena, weights, self.param_groups, self._workspaces)
-        return ArenaState(arena, _STATE[algorithm], weights)
+            return MatrixState(arena, weights, self.param_groups, self._workspaces, format_of(self, arena))
+        return ArenaState(arena, _STATE[algorithm], weights, format=format_of(self, arena))
 
     def _update_arena(self, state: Any, step: Any, noop: Tensor | None, scale: Tensor | None) -> None:
         def update(key: Any, lists: Lists) -> None:
@@ -131,7 +134,10 @@ class DistributedFusedMuon(DistributedFusedAdam):
                 group = self.param_groups[key[0]]
                 state.directions[key].update(lists, group, noop=noop, grad_scale=scale)
             else:
-                update_others(lists, self.param_groups[key], step, noop=noop, grad_scale=scale)
+                encoded = self.state_format != "float32"
+                seed = StateSeed(seed_of(step)) if encoded else None
+                group = self.param_groups[key]
+                update_others(lists, group, step, encoded=encoded, noop=noop, grad_scale=scale, seed=seed)
 
         if isinstance(state, MatrixState):
             state.groups = self.param_groups
@@ -151,8 +157,9 @@ class MatrixState(ArenaState):
         weights: Weights,
         groups: Sequence[dict[str, Any]],
         workspaces: dict[Any, Tensor],
+        format: Format | None,
     ) -> None:
-        super().__init__(arena, _STATE["muon"], weights, units=arena.parts)
+        super().__init__(arena, _STATE["muon"], weights, arena.parts, format)
         self.units = {
             (group, batch): members for group, units in self.units.items() for batch, members in _batches(units)
         }
@@ -170,10 +177,10 @@ class MatrixState(ArenaState):
             self._lists.pop(group, None)
         return super()._lists_of(group, units, gradients, where)
 
-    def _slots(self, group: Any, gradients: list[Tensor]) -> tuple[list[list[Tensor] | None], Any]:
-        units = self.units[group]
-        state = [pick(self.moments["momentum_buffer"], units), list(map(flat, self.directions[group].views))]
-        return in_slots(self.weights.slot(units), gradients, state), self.weights.copy(units)
+    def _slots(self, group: Any, gradients: list[Tensor]) -> tuple[list[list[Tensor] | None], Any, Encodings]:
+        slots, *others = super()._slots(group, gradients)
+        slots[3] = list(map(flat, self.directions[group].views))
+        return (slots, *others)
 
 
 def _batches(units: list[Piece]) -> list[tuple[int, list[Piece]]]:

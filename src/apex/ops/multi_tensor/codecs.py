@@ -27,10 +27,10 @@ LARGEST_FLOAT8 = 448.0
 # The smallest scale whose reciprocal is finite; groups of smaller values become zero.
 SMALLEST = 2.0**-126
 
-_DTYPES = {"signed8": torch.int8, "root8": torch.uint8, "float8": torch.float8_e4m3fn, "bfloat16": torch.bfloat16}
+DTYPES = {"signed8": torch.int8, "root8": torch.uint8, "float8": torch.float8_e4m3fn, "bfloat16": torch.bfloat16}
 REMAINDERS = {"remainder8": torch.int8, "remainder16": torch.int16}
 # The number of each codec in kernels; 0 means no codec.
-NUMBERS = {codec: number for number, codec in enumerate((*_DTYPES, *REMAINDERS), 1)}
+NUMBERS = {codec: number for number, codec in enumerate((*DTYPES, *REMAINDERS), 1)}
 STOCHASTIC = frozenset({"root8", "bfloat16"})
 # A slot's number times this is added to the seed's hash, so that slots have different noise; slot 0 adds nothing.
 SALT = 0x27D4EB2F
@@ -65,7 +65,7 @@ def has_scales(codec: str) -> bool:
 
 def new_codes(codec: str, param: Tensor) -> Tensor:
     """Return codes of zeros, laid out like a parameter."""
-    return torch.zeros_like(param, dtype=_DTYPES[codec], memory_format=torch.preserve_format, requires_grad=False)
+    return torch.zeros_like(param, dtype=DTYPES[codec], memory_format=torch.preserve_format, requires_grad=False)
 
 
 def new_companions(codec: str, param: Tensor) -> Tensor | None:

@@ -37,6 +37,11 @@ class StateSeed(NamedTuple):
     value: Any
 
 
+def seed_of(count: Any) -> Any:
+    """Return the seed of the step with this count, below 2**24; a tensor if the count is one."""
+    return ((count.to(torch.int64) if isinstance(count, Tensor) else count) * 0x9E3779B1) & 0xFFFFFF
+
+
 class TorchLists:
     """Lists of tensors on one device, one dtype per list; strided in any way.
 

@@ -68,10 +68,12 @@ class Arena:
         allocate: Callable[..., Tensor] = torch.zeros,
         host: HostMemory | None = None,
         layout: Callable[..., Layout] = Layout,
+        alignment: int = 1,
     ) -> None:
         """Lay parameters out; a bucket of gradients has at most `bucket_bytes`, and `allocate` makes sent buffers.
 
-        `host` has the memory for lasting state, None for the device's memory.
+        Parameters and shards start at multiples of `alignment` elements. `host` has the memory for lasting state, None
+        for the device's memory.
         """
         self.params = list(params)
         self.group_of = list(group_of)
@@ -96,7 +98,7 @@ class Arena:
         width = dtypes.gradients.itemsize
         elements = None if bucket_bytes is None else int(bucket_bytes / width)
         sizes = [param.numel() for param in self.params]
-        self.layout = layout(sizes, groups.ranks, elements, max(1, ALIGNMENT // width))
+        self.layout = layout(sizes, groups.ranks, elements, max(alignment, ALIGNMENT // width))
         self.outgoing: list[Tensor] = []
         # For each parameter a gradient, laid out like it, that has not been sent (one process: not used by a step).
         self.gradients: list[Tensor | None] = [None] * len(self.params)
@@ -120,11 +122,15 @@ class Arena:
         """Return a flat shard of zeros."""
         return torch.zeros(self.layout.shard_size, dtype=dtype, device=self.device)
 
-    def new_state(self, dtype: torch.dtype) -> Tensor:
-        """Return a flat shard of zeros for lasting state, in host memory if the state is offloaded."""
+    def new_state(self, dtype: torch.dtype, group: int = 1) -> Tensor:
+        """Return a flat shard of zeros for lasting state, in host memory if the state is offloaded.
+
+        With a `group` it has one number for this many elements.
+        """
+        size = self.layout.shard_size // group
         if self.host is None:
-            return self.new_shard(dtype)
-        return self.host.empty((self.layout.shard_size,), dtype).zero_()
+            return torch.zeros(size, dtype=dtype, device=self.device)
+        return self.host.empty((size,), dtype).zero_()
 
     def new_buffer(self, dtype: torch.dtype) -> FlatBuffer:
         """Return a whole buffer of zeros, with a view for each parameter."""

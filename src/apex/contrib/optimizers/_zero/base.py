@@ -101,6 +101,15 @@ class StepCount:
             self._state["step"] = torch.full((1,), int(count), dtype=torch.int32, device=self._device)
 
 
+def check_device(wanted: Any, actual: torch.device) -> None:
+    """Raise an error if the `device` argument is not the device of the parameters."""
+    if wanted is None:
+        return
+    device = torch.device(wanted)
+    if device.type != actual.type or device.index not in (None, actual.index):
+        raise ValueError(f"device={device} is not where the parameters are: {actual}")
+
+
 class ShardedOptimizer(torch.optim.Optimizer):
     """Base of `DistributedFusedAdam` and `DistributedFusedLAMB`: optimizers whose state is sharded over processes.
 
@@ -121,7 +130,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # The processes that hold the same experts, for experts beside other parameters. Set before the constructor runs.
     # Gradients of experts must be the same in these processes before they are taken.
     _expert_group: Any = None
-    # Divided state is float32; groups that ask for another format are refused.
+    # Groups that ask for another format than the optimizer's are refused.
     state_format, master_bits, stochastic_rounding = "float32", None, False
     # Whether the constructor has ended; new groups then take the first process's values at once.
     _made = False
@@ -268,6 +277,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def load_sharded_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over the values that were loaded into the tensors of `sharded_state_dict`, parameters included."""
+        self._settle()
         checkpoints.load_sharded(self, state_dict)
 
     def _own_state(self) -> tuple[list[StateSlice], int]:

@@ -18,19 +18,21 @@ from torch import Tensor
 from ...._distributed.experts import is_expert
 from ....ops._host_memory import HostMemory
 from ....ops.multi_tensor import Lists, rules
+from ....ops.multi_tensor.codecs import GROUP
+from ....ops.multi_tensor.torch_lists import StateSeed, seed_of
 from ....optimizers._base import adam_hyperparameters, run_closure
 from ....optimizers._checks import check_cautious, check_options
 from .arena import Arena, Dtypes, allocator
-from .base import ShardedOptimizer, StepCount
+from .base import ShardedOptimizer, StepCount, check_device
 from .gradients import GradientSync
 from .groups import Groups, own_world
 from .layout import Layout, check_fill
 from .norms import Norms
 from .parameters import ParameterSync
 from .scaled_state import ScaledState
-from .state import ArenaState, start_from
+from .state import ArenaState, format_of, start_from
 from .wait_on_use import is_pending, postpone, release
-from .weights import check_storage, weights_of
+from .weights import check_state_format, check_storage, weights_of
 
 
 class ZeroOptimizer(ShardedOptimizer):
@@ -79,6 +81,8 @@ class ZeroOptimizer(ShardedOptimizer):
         with_scaled_states: bool = False,
         nccl_ub: bool = False,
         capturable: bool = False,
+        *,
+        state_format: str = "float32",
     ) -> None:
         defaults = self._group_defaults(
             dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay)
@@ -86,6 +90,8 @@ class ZeroOptimizer(ShardedOptimizer):
         check_options(defaults)
         dtypes = Dtypes(dtype, grad_sync_dtype or dtype, param_sync_dtype or dtype).check()
         check_storage(dtypes, store_params, store_param_remainders, with_scaled_states, capturable)
+        check_state_format(state_format, dtypes, amsgrad, with_scaled_states)
+        self.state_format = state_format
         if nccl_ub and not contiguous_grad_buffer:
             raise ValueError("nccl_ub needs contiguous_grad_buffer=True: NCCL registers buffers that stay")
         if bucket_cap_mb <= 0:
@@ -128,7 +134,7 @@ class ZeroOptimizer(ShardedOptimizer):
         self._in_pass = False
         self._count = 0
         super().__init__(params, defaults)
-        _check_device(device, self.device)
+        check_device(device, self.device)
         self._norms = Norms(self._gradients, self.device)
         self._steps = StepCount(self.state, self.device, capturable)
         self.state["buckets"] = []
@@ -200,7 +206,8 @@ class ZeroOptimizer(ShardedOptimizer):
             sent = dtypes if self._host is None else dtypes._replace(parameters=members[0].dtype)
             layout = self._layout_of(members, group_of)
             groups = self._expert_groups if is_expert(members[0]) else self._groups
-            return Arena(members, group_of, sent, groups, size, allocate, self._host, layout)
+            alignment = 1 if self.state_format == "float32" else GROUP
+            return Arena(members, group_of, sent, groups, size, allocate, self._host, layout, alignment)
 
         self._add_arenas(dict.fromkeys(chosen), make_arena)
         self._gradient_hooks.register(chosen)
@@ -217,7 +224,7 @@ class ZeroOptimizer(ShardedOptimizer):
             return ScaledState(arena, names)
         stores = self.store_params or (self.store_param_remainders and arena.dtypes != self._dtypes)
         weights = weights_of(arena, stores, self.store_param_remainders and not stores)
-        return ArenaState(arena, names, weights)
+        return ArenaState(arena, names, weights, format=format_of(self, arena))
 
     def _arena_added(self, arena: Arena) -> None:
         if self._exact_value is not None:
@@ -447,8 +454,11 @@ class ZeroOptimizer(ShardedOptimizer):
         """Update lists of tensors; `step` counts from 1 and is a float64 tensor if the count lives on the device."""
         decoupled = bool(self.adam_w_mode)
         hyper = adam_hyperparameters(group, step, decoupled=decoupled)
-        if group.get("cautious_weight_decay"):
-            lists.apply(rules.GUARDED_ADAM, hyper, (decoupled, True, False), noop=noop, grad_scale=scale)
+        cautious, encoded = bool(group.get("cautious_weight_decay")), self.state_format != "float32"
+        if cautious or encoded:
+            seed = StateSeed(seed_of(step)) if encoded else None
+            flags = decoupled, cautious, encoded
+            lists.apply(rules.GUARDED_ADAM, hyper, flags, noop=noop, grad_scale=scale, seed=seed)
             return
         rule = rules.ADAM_AMSGRAD if self.amsgrad else rules.ADAM
         lists.apply(rule, hyper, (decoupled, self.amsgrad), noop=noop, grad_scale=scale)
@@ -487,12 +497,3 @@ class ZeroOptimizer(ShardedOptimizer):
             for other, keys in self._await.items():
                 if is_pending(other) and not keys & left:
                     release(other)
-
-
-def _check_device(wanted: Any, actual: torch.device) -> None:
-    """Raise an error if the `device` argument is not the device of the parameters."""
-    if wanted is None:
-        return
-    device = torch.device(wanted)
-    if device.type != actual.type or device.index not in (None, actual.index):
-        raise ValueError(f"device={device} is not where the parameters are: {actual}")

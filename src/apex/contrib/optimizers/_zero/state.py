@@ -8,18 +8,23 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ....ops.multi_tensor import Lists, make_lists
+from ....ops.multi_tensor import Lists, codecs, make_lists
+from ....ops.multi_tensor.codecs import GROUP, Encoded, Encodings, NoisePlace
 from ....ops.multi_tensor.flat import flat, with_strides_of
 from ....ops.multi_tensor.rule import SLOTS
-from ....ops.multi_tensor.tables import current_stream
+from ....ops.multi_tensor.tables import current_stream, upload
 from ....ops.multi_tensor.torch_lists import TorchLists
 from ....ops.multi_tensor.triton_lists import TritonLists
+from ....optimizers._formats import CODECS
 from .arena import Arena
 from .layout import Piece, pick
 from .weights import Weights, units_of
 
 # A function of a parameter group's index and the lists of the group's tensors: weights, gradients, then state.
 Apply = Callable[[Any, Lists], None]
+
+# State that a format may encode, as in `FusedOptimizer._encodable`.
+ENCODABLE = {"momentum_buffer": "signed", "exp_avg": "signed", "exp_avg_sq": "root"}
 
 # The name in checkpoints of the parameters in the dtype of the state.
 PARAM = "param"
@@ -52,20 +57,49 @@ class _CachedLists(NamedTuple):
         return isinstance(self.lists, TritonLists) or bool(self.lists.slots)
 
 
+class Format(NamedTuple):
+    """The format of an arena's state (docs/state_formats.md), and the number of each parameter, for random numbers."""
+
+    name: str
+    numbers: Sequence[int]
+
+
+def format_of(optimizer: Any, arena: Arena) -> Format | None:
+    """Return the format of an arena's state in an optimizer; None for plain numbers."""
+    if optimizer.state_format == "float32":
+        return None
+    numbers = {param: number for group in optimizer.param_groups for number, param in enumerate(group["params"])}
+    return Format(optimizer.state_format, [numbers[param] for param in arena.params])
+
+
 class ArenaState:
     """Flat shards of an arena's moments, by name, and its weights.
 
     `units` are the pieces that a rule gets as one tensor each. The lists of tensors are reused from step to step, as
-    long as only gradients move.
+    long as only gradients move. With a `format` moments are encoded, in groups of 64 elements of the flat shard, which
+    are groups of the parameters too: every piece starts at a multiple of 64 elements of its parameter.
     """
 
     def __init__(
-        self, arena: Arena, names: Sequence[str], weights: Weights, units: Sequence[Piece] | None = None
+        self,
+        arena: Arena,
+        names: Sequence[str],
+        weights: Weights,
+        units: Sequence[Piece] | None = None,
+        format: Format | None = None,
     ) -> None:
         self.arena = arena
         self.names = tuple(names)
         self.weights = weights
-        self.moments = {name: arena.new_state(arena.dtypes.state) for name in names}
+        self._format = format
+        self._codecs = {name: None if format is None else CODECS[format.name][ENCODABLE[name]] for name in names}
+        plain = torch.bfloat16 if format is not None and format.name == "bfloat16" else arena.dtypes.state
+        dtypes = {name: plain if codec is None else codecs.DTYPES[codec] for name, codec in self._codecs.items()}
+        self.moments = {name: arena.new_state(dtype) for name, dtype in dtypes.items()}
+        scaled = [name for name, codec in self._codecs.items() if codec is not None and codecs.has_scales(codec)]
+        self._scales = {name: arena.new_state(torch.float32, GROUP) for name in scaled}
+        if units is None and format is not None:  # stretches of several parameters would have one number
+            units = arena.parts if arena.groups.is_one else arena.owned
         # The units of each parameter group, or of parts of a group.
         self.units: dict[Any, list[Piece]] = {}
         for unit in units_of(arena) if units is None else units:
@@ -106,6 +140,10 @@ class ArenaState:
         self._held.append(tensors)
         if known is None or known.dtype != tensors[0].dtype:
             lists = make_lists(*self._slots(group, tensors))
+            if self._format is not None:
+                numbers = self._format.numbers
+                places = [NoisePlace(numbers[unit.param], unit.start, unit.size, unit.size) for unit in units]
+                lists.noise_places = upload(places, torch.int64, self.arena.device)
             self._lists[group] = _CachedLists(lists, where, tensors[0].dtype)
             return lists
         if isinstance(known.lists, TritonLists):
@@ -114,22 +152,46 @@ class ArenaState:
             known.lists.point_to(*self._slots(group, tensors))
         return known.lists
 
-    def _slots(self, group: Any, gradients: list[Tensor]) -> tuple[list[list[Tensor] | None], Any]:
-        """Return the lists of a key of `units` in the order of a rule's slots, and the list for copies."""
+    def _slots(self, group: Any, gradients: list[Tensor]) -> tuple[list[list[Tensor] | None], Any, Encodings]:
+        """Return the lists of a key of `units` by a rule's slots, the list for copies, and codecs of slots."""
         units = self.units[group]
-        state = [pick(moment, units) for moment in self.moments.values()]
-        return in_slots(self.weights.slot(units), gradients, state), self.weights.copy(units)
+        slots = in_slots(self.weights.slot(units), gradients, self._state_of(units))
+        return slots, self.weights.copy(units), self._encodings(units)
+
+    def _state_of(self, units: Sequence[Piece]) -> list[list[Tensor]]:
+        """Return views of the units' state, in the order of slots."""
+        return [pick(moment, units) for moment in self.moments.values()]
+
+    def _encodings(self, units: Sequence[Piece]) -> Encodings:
+        """Return the codec of every slot that has one, with the scales of the units."""
+        found = {}
+        for slot, (name, codec) in enumerate(self._codecs.items(), 2):
+            scales = self._scales.get(name)
+            if codec is not None:
+                cut = [slice(unit.flat // GROUP, -(-(unit.flat + unit.size) // GROUP)) for unit in units]
+                found[slot] = Encoded(codec, None if scales is None else [scales[each] for each in cut])
+        return found
 
     def read(self, name: str) -> Tensor:
-        """Return the flat shard of `PARAM` or of one of `names`; it must not be changed."""
-        return self.weights.read() if name == PARAM else self.moments[name]
+        """Return the flat shard of `PARAM` or of one of `names`, decoded; it must not be changed."""
+        if name == PARAM:
+            return self.weights.read()
+        codec, moment = self._codecs[name], self.moments[name]
+        if codec is not None:
+            return codecs.decode(codec, moment, self._scales.get(name))
+        return moment.to(self.arena.dtypes.state)
 
     def write(self, name: str, values: Tensor) -> None:
         """Set the values of a flat shard; parameters get theirs at the next synchronisation."""
         if name == PARAM:
             self.weights.write(values)
-        else:
-            self.moments[name].copy_(values)
+            return
+        codec = self._codecs[name]
+        if codec is not None:
+            values, scales = codecs.encode(codec, values)
+            if scales is not None:
+                self._scales[name].copy_(scales)
+        self.moments[name].copy_(values)
 
     def shards(self) -> dict[str, Tensor]:
         """Return all lasting flat shards, by their names in `StateBucket`."""

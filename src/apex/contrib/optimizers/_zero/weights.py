@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ....ops.multi_tensor.packed_floats import join_remainders, split_remainders
+from ....optimizers._formats import check_format
 from .arena import Arena, Dtypes, ParameterViews
 from .layout import Piece, cuts, pick
 
@@ -289,3 +290,14 @@ def check_storage(dtypes: Dtypes, stores: bool, remainders: bool, scaled: bool, 
         )
     if capturable and (scaled or remainders):
         raise ValueError("capturable works with neither with_scaled_states nor store_param_remainders")
+
+
+def check_state_format(format: str, dtypes: Dtypes, amsgrad: bool, scaled: bool) -> None:
+    """Raise an error for options of DistributedFusedAdam that `state_format` excludes."""
+    check_format(format)
+    if format == "float32":
+        return
+    if amsgrad or scaled:
+        raise ValueError(f"{'amsgrad' if amsgrad else 'with_scaled_states'}=True needs state_format='float32'")
+    if dtypes.state != torch.float32:
+        raise ValueError(f"state_format={format!r} stores numbers of dtype=torch.float32, not {dtypes.state}")
