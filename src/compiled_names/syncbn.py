@@ -15,8 +15,8 @@ from apex.ops.batch_norm import (
     BatchNormSpec,
     Channels,
     GradientSums,
-    gradient_sums,
     input_gradient,
+    local_gradients,
     normalise,
     statistics,
 )
@@ -66,7 +66,8 @@ def batchnorm_forward_c_last(input, z, mean, inv_std, weight, shift, fuse_relu) 
 
 def reduce_bn(grad_output, input, mean, inv_std, weight, *, spec=_FIRST) -> list[Tensor]:
     """Return [sum_dy, sum of dy * (input - mean), gradient of weight, of bias]; the last two are empty without one."""
-    _, sum_dy, sum_dy_xhat, _ = gradient_sums(grad_output, input, None, _channels(mean, inv_std, weight), spec)
+    channels = _channels(mean, inv_std, weight)
+    *_, sum_dy_xhat, sum_dy = local_gradients(grad_output, input, None, channels, spec, False, False)
     if weight is None:
         return [sum_dy, sum_dy_xhat / inv_std, mean.new_empty(0), mean.new_empty(0)]
     return [sum_dy, sum_dy_xhat / inv_std, sum_dy_xhat.to(weight.dtype), sum_dy.to(weight.dtype)]

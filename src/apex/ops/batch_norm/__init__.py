@@ -11,5 +11,5 @@ from .op import (
     save,
     saved_gradients,
 )
-from .passes import FAMILY, gradient_sums, input_gradient, normalise, rank_statistics, statistics
+from .passes import FAMILY, input_gradient, local_gradients, normalise, rank_statistics, statistics
 from .reference import BatchNormSpec, BatchStatistics, Channels, Exchange, GradientSums

@@ -20,13 +20,13 @@ from . import config, reference
 from .kernel_passes import launch_backward, launch_forward
 from .passes import (
     FAMILY,
-    gradient_sums,
     input_gradient,
     launches,
     local_gradients,
     normalise,
     scaled_statistics,
     statistics,
+    values_per_channel,
 )
 from .reference import BatchNormSpec, BatchStatistics, Channels, Exchange, GradientSums
 
@@ -288,9 +288,9 @@ def backward(
     channels = Channels(*channels)
     if exchange is None:
         return local_gradients(dy, input, output, channels, spec, wants_input, wants_z)
-    arguments = (dy, input, output, channels, spec)
-    dz, sum_dy, sum_dy_xhat, rank_stats = gradient_sums(*arguments, keep_dz=wants_z, for_ranks=True)
-    assert rank_stats is not None
+    _, dz, sum_dy_xhat, sum_dy = local_gradients(dy, input, output, channels, spec, False, wants_z)
+    count = sum_dy.new_full((1,), values_per_channel(input, spec.channel_dim))
+    rank_stats = torch.cat((sum_dy, sum_dy_xhat, count))
     sum_dy, sum_dy_xhat = reference.over_ranks(exchange, rank_stats, sum_dy, sum_dy_xhat, wants_input)
     if not wants_input:
         return None, dz, sum_dy_xhat, sum_dy

@@ -1,6 +1,6 @@
 """The passes of a batch norm over one process or several, without autograd: kernels or PyTorch's operators.
 
-The forward passes are `statistics` and `normalise`, the backward passes `gradient_sums` and `input_gradient`. In
+The forward passes are `statistics` and `normalise`, the backward passes `local_gradients` and `input_gradient`. In
 between, the ranks of a group exchange their rank statistics, [2C + 1] values. Forward these are means, sums of squared
 deviations and the number of values per channel, which are gathered; backward `sum_dy`, `sum_dy_xhat` and that number,
 which are added up. Statistics are mean and biased variance of every channel, in float32 (float64 for float64).
@@ -119,29 +119,6 @@ def local_gradients(
         flags = (spec.eps, spec.training, spec.relu, spec.channel_dim, wants_input)
         dx, sum_dy, sum_dy_xhat = torch.ops.apex.batch_norm_backward(dz, input, output, *channels, *flags)
     return dx if wants_input else None, dz if wants_z else None, sum_dy_xhat, sum_dy
-
-
-def gradient_sums(
-    dy: Tensor,
-    input: Tensor,
-    output: Tensor | None,
-    channels: Channels,
-    spec: BatchNormSpec,
-    *,
-    keep_dz: bool = False,
-    for_ranks: bool = False,
-) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
-    """Return the addend's gradient (with `keep_dz`), `sum_dy`, `sum_dy_xhat`, and the rank statistics (`for_ranks`).
-
-    The sums are the gradients of bias and weight.
-    """
-    _, dz, sum_dy_xhat, sum_dy = local_gradients(dy, input, output, channels, spec, False, keep_dz)
-    rank_stats = (
-        torch.cat((sum_dy, sum_dy_xhat, sum_dy.new_full((1,), values_per_channel(input, spec.channel_dim))))
-        if for_ranks
-        else None
-    )
-    return dz, sum_dy, sum_dy_xhat, rank_stats
 
 
 def input_gradient(

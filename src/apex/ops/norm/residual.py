@@ -104,10 +104,11 @@ class AddNormFunction(torch.autograd.Function):
     def backward(ctx, dy, dsum):  # type: ignore[override]
         saved, weight, bias, statistics = ctx.saved_tensors
         run = torch.ops.apex.add_norm_backward if torch.compiler.is_compiling() else launch_backward
-        dx, dweight, dbias, dadded = run(
+        dx, dweight, *others = run(
             dy.contiguous(), dsum.contiguous(), saved, weight, bias, statistics, ctx.has_added, *ctx.settings
         )
-        return dx, dx, dadded if ctx.has_added else None, dweight, None if bias is None else dbias, *(None,) * 4
+        dadded = others[-1] if ctx.has_added else None
+        return dx, dx, dadded, dweight, None if bias is None else others[0], *(None,) * 4
 
 
 def _forward(branch: Tensor, residual: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -149,8 +150,8 @@ def launch_backward(
     eps: float,
     subtract_mean: bool,
     from_output: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of the sum, of weight and bias and of the added bias; empty for absent tensors."""
+) -> list[Tensor]:
+    """Return the gradients of the sum, of weight and, if given, of bias and of the added bias."""
     device, dtype = saved.device, saved.dtype
     dtypes = (dtype, dy.dtype, dsum.dtype, weight.dtype, None if bias is None else bias.dtype)
     launches = op._backward_launches(
@@ -158,19 +159,18 @@ def launch_backward(
     )
     empty = empty_on(device)
     dx = empty(launches.shape, launches.strides, dtype)
-    dweight, dbias, dadded = _parameter_gradients(dy, weight, bias, has_added)
-    of_bias, of_added = None if bias is None else dbias, dadded if has_added else None
+    gradients = _parameter_gradients(dy, weight, bias, has_added)
+    dbias, dadded = None if bias is None else gradients[1], gradients[-1] if has_added else None
     partials = empty((launches.partials,), (1,), torch.float32)
     launches.main((dy, saved, weight, bias, statistics, dsum, dx, partials), launches.limit)
-    launches.sums((partials, dweight, of_bias, of_added))
-    return dx, dweight, dbias, dadded
+    launches.sums((partials, gradients[0], dbias, dadded))
+    return [dx, *gradients]
 
 
-def _parameter_gradients(
-    dy: Tensor, weight: Tensor, bias: Tensor | None, has_added: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    dbias = weight.new_empty(0) if bias is None else bias.new_empty(bias.shape)
-    return weight.new_empty(weight.shape), dbias, dy.new_empty(weight.shape if has_added else 0)
+def _parameter_gradients(dy: Tensor, weight: Tensor, bias: Tensor | None, has_added: bool) -> list[Tensor]:
+    """Allocate the gradients of weight, bias and added bias, if these are given."""
+    dbias = [] if bias is None else [bias.new_empty(bias.shape)]
+    return [weight.new_empty(weight.shape), *dbias, *([dy.new_empty(weight.shape)] if has_added else [])]
 
 
 def _fake(branch, residual, added, weight, bias, row_length, eps, subtract_mean, from_output):  # type: ignore[no-untyped-def]
@@ -188,10 +188,10 @@ _library.register_op(
 )
 _library.register_op(
     "add_norm_backward(Tensor dy, Tensor dsum, Tensor saved, Tensor weight, Tensor? bias, Tensor statistics, "
-    f"bool has_added, {_SETTINGS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"bool has_added, {_SETTINGS}) -> Tensor[]",
     launch_backward,
-    lambda dy, dsum, saved, weight, bias, statistics, has_added, *settings: (
+    lambda dy, dsum, saved, weight, bias, statistics, has_added, *settings: [
         saved.new_empty(saved.shape),
         *_parameter_gradients(dy, weight, bias, has_added),
-    ),
+    ],
 )

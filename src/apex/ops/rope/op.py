@@ -407,14 +407,6 @@ class _RotateFunction(torch.autograd.Function):
         return None, *backward_from_saved(ctx, *gradients)
 
 
-def _library_rope(tensors, tables, cu_seqlens, *spec):  # type: ignore[no-untyped-def]
-    return _run(tensors, tables, RopeSpec(*spec), cu_seqlens, checked=False)
-
-
-def _library_fake(tensors, tables, cu_seqlens, layout, swap_memory, inverse, width, pairs):  # type: ignore[no-untyped-def]
-    return [_empty_result(t, swap_memory) for t in tensors]
-
-
 def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
     tensors, tables, cu_seqlens, layout, _, inverse, width, pairs = inputs
     ctx.save_for_backward(cu_seqlens, *tables)
@@ -431,8 +423,8 @@ def _library_backward(ctx, gradients):  # type: ignore[no-untyped-def]
 _library.register_op(
     "rope(Tensor[] tensors, Tensor[] tables, Tensor? cu_seqlens, str layout, bool swap_memory, bool inverse, int width,"
     " str pairs) -> Tensor[]",
-    _library_rope,
-    _library_fake,
+    lambda tensors, tables, cu_seqlens, *spec: _run(tensors, tables, RopeSpec(*spec), cu_seqlens, checked=False),
+    lambda tensors, tables, cu_seqlens, layout, swap_memory, *spec: [_empty_result(t, swap_memory) for t in tensors],
     backward=_library_backward,
     setup_context=_setup_context,
 )

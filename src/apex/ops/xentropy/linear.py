@@ -131,11 +131,11 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
     def forward(ctx, input, weight, bias, labels, class_weight, count, z_factor, spec):  # type: ignore[override]
         head = spec[-1]
         wanted = ctx.needs_input_grad[:3] if head.differentiable else (False, False, False)
-        row_tensors = (labels, class_weight, count, z_factor)
-        losses, gradients, table, top = _pass((input, weight, bias), row_tensors, spec, wanted)
+        tensors, row_tensors = (input, weight, bias), (labels, class_weight, count, z_factor)
+        losses, gradients, table, top = _pass(tensors, row_tensors, spec, wanted)
         ctx.spec = spec
         ctx.is_compiled = torch.compiler.is_compiling()
-        saved = (input, weight, bias, labels, class_weight, count, z_factor)
+        saved = (*tensors, *row_tensors)
         if ctx.is_compiled:
             ctx.save_for_backward(*saved, *gradients)
         else:
@@ -147,19 +147,18 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, loss_gradient, *_):  # type: ignore[override]
-        input, weight, bias, labels, class_weight, count, z_factor, *saved = ctx.saved_tensors
-        tensors, wanted = (input, weight, bias), ctx.needs_input_grad[:3]
+        saved, wanted = ctx.saved_tensors, ctx.needs_input_grad[:3]
+        tensors, row_tensors, count = saved[:3], saved[3:7], saved[5]
         if not ctx.is_compiled and torch.is_grad_enabled():  # create_graph=True
-            found = _differentiable(loss_gradient, tensors, labels, class_weight, count, z_factor, ctx.spec, wanted)
-            return *found, *[None] * 5
+            return *_differentiable(loss_gradient, tensors, row_tensors, ctx.spec, wanted), *[None] * 5
         factor = loss_gradient
         if count is not None and not _divides_at_once(ctx.spec[-1]):
             factor = loss_gradient * _one_by(count)
-        gradients: Any = saved
+        gradients: Any = saved[7:]
         if not ctx.is_compiled:
             gradients, ctx.gradients = ctx.gradients, None
             if gradients is None:  # a second backward pass through a retained graph
-                gradients = _pass(tensors, (labels, class_weight, count, z_factor), ctx.spec, wanted)[1]
+                gradients = _pass(tensors, row_tensors, ctx.spec, wanted)[1]
         results = (finished(g, factor, t, ctx.is_compiled) for g, t in zip(gradients, tensors, strict=True))
         return *results, *[None] * 5
 
@@ -215,15 +214,12 @@ def finished(gradient: Tensor | None, factor: Tensor, like: Tensor | None, is_co
 def _differentiable(
     loss_gradient: Tensor,
     given: tuple,
-    labels: Tensor,
-    class_weight: Tensor | None,
-    count: Tensor | None,
-    z_factor: Tensor | None,
+    row_tensors: tuple,
     spec: tuple[Sequence[float], str, Head],
     wanted: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
     """Return gradients that can be differentiated again, computed through the logits."""
-    settings, _, head = spec
+    (settings, _, head), (labels, class_weight, count, z_factor) = spec, row_tensors
     names = rows.loss_statistics(settings[0], class_weight)
 
     def loss(*tensors: Any) -> Tensor:
