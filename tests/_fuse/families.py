@@ -156,7 +156,8 @@ FAMILIES: dict[str, Family] = {
         intermediate_size_mlp=48,
         **_EXPERTS,
     ),
-    "gemma4_text": _text("Gemma4", frozenset({NORM, MLP, MASK, ROPE}), "layers share keys", "Gemma4TextConfig"),
+    "llama4": _images("Llama4", intermediate_size_mlp=48, **_EXPERTS),
+    "gemma4_text": _text("Gemma4", ALL - {ADD}, "layers share keys", "Gemma4TextConfig"),
     "llava": _images("Llava"),
     "pixtral": _images("Llava", vision={"model_type": "pixtral"}),
     "qwen2_vl": _images("Qwen2VL", **_SECTIONS),
@@ -170,6 +171,33 @@ FAMILIES: dict[str, Family] = {
     "glm4v": _images("Glm4v", **_SECTIONS),
     "glm4v_moe": _images("Glm4vMoe", **{**_SECTIONS, **_EXPERTS, "head_dim": 16}),
     "gemma3": _images("Gemma3"),
-    "gemma4": _images("Gemma4", ALL - {HEAD}, "layers share keys", {"head_dim": 8}),
+    "gemma4": _images("Gemma4", vision={"head_dim": 8}),
     "muse_glimmer": _images("MuseGlimmer"),
+}
+
+
+_PAIR = dict(encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4, dropout=0.0)
+_PAIR |= dict(encoder_ffn_dim=48, decoder_ffn_dim=48, max_position_embeddings=64, vocab_size=97, d_model=32)
+_PAIR |= dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=2)
+_SPEECH = _PAIR | dict(num_mel_bins=8, max_source_positions=16, max_target_positions=16)
+_NO_DROPOUT = _TEXT | dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, hidden_dropout=0.0)
+_MAMBA = dict(mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8, attn_layer_indices=[1])
+
+# Models whose head has another name, is wrapped, or is called with masks: class, configuration.
+HEADS: dict[str, tuple[str, dict[str, Any]]] = {
+    "WhisperForConditionalGeneration": ("WhisperConfig", _SPEECH),
+    "WhisperForCausalLM": ("WhisperConfig", _SPEECH),
+    "MarianMTModel": ("MarianConfig", _PAIR),
+    "TrOCRForCausalLM": ("TrOCRConfig", _PAIR),
+    "NllbMoeForConditionalGeneration": ("NllbMoeConfig", {**_PAIR, "num_experts": 4}),
+    "BioGptForCausalLM": ("BioGptConfig", _NO_DROPOUT),
+    "ElectraForCausalLM": ("ElectraConfig", {**_NO_DROPOUT, "is_decoder": True, "embedding_size": 32}),
+    "GPTNeoXJapaneseForCausalLM": ("GPTNeoXJapaneseConfig", _NO_DROPOUT),
+    "BambaForCausalLM": ("BambaConfig", {**_TEXT, **_MAMBA}),
+    "JetMoeForCausalLM": ("JetMoeConfig", {**_TEXT, "num_local_experts": 4, "kv_channels": 8}),
+    "T5GemmaForConditionalGeneration": ("T5GemmaConfig", {"encoder": _NO_DROPOUT, "decoder": _NO_DROPOUT}),
+    "Qwen2AudioForConditionalGeneration": (
+        "Qwen2AudioConfig",
+        {"audio_config": _SPEECH, "text_config": _TEXT, "audio_token_index": 90},
+    ),
 }

@@ -1,6 +1,6 @@
 """The rule for the head of a language model: the last linear layer and its loss, without ever holding the logits.
 
-The model's own forward runs on a stand-in for the model, whose `lm_head` returns a `_Logits`: an object that keeps the
+The model's own forward runs on a stand-in for the model, whose head returns a `_Logits`: an object that keeps the
 hidden states and records what the forward does with the logits (a scale, a soft cap). The loss is computed from it.
 """
 
@@ -10,7 +10,8 @@ import functools
 import inspect
 import re
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,12 @@ from .rule import FusionRule, has_hooks, names_used, with_functions
 
 _LOSS = "CrossEntropyLoss"  # T5 makes one
 _ADDED = "final_logits_bias"  # a buffer of BART
+_KINDS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "MarianMTModel")
+# The names of the head, and of a language model inside of one with images that computes the loss (Llama 4).
+_HEADS = ("lm_head", "proj_out", "output_projection", "embed_out", "generator_lm_head")
+_INNER = "language_model"
+_CAUSAL, _MASKED = "ForCausalLMLoss", "ForMaskedLMLoss"  # loss functions of transformers; the second does not shift
+_PROJECTION = "out_proj"  # the linear layer of a head that is a module of its own (T5Gemma)
 
 # Names that the forward of a language model may use: `_Logits` records every operation on logits among them.
 _NAMES = {
@@ -33,12 +40,13 @@ _NAMES = {
     *("config", "text_config", "get_text_config", "vocab_size", "output_attentions", "output_hidden_states"),
     *("use_return_dict", "return_dict", "use_cache", "model_dim", "scale_decoder_outputs", "tie_word_embeddings"),
     # the head, and operations on logits
-    *("lm_head", "loss_function", "slice_logits_to_keep", "CrossEntropyLoss", "contiguous", "float", "view", "size"),
+    *(*_HEADS, "loss_function", "slice_logits_to_keep", "CrossEntropyLoss", "contiguous", "float", "view", "size"),
+    *("nn", "shape", "reshape", "dtype", "generator_predictions"),
     *("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier"),
     *("torch", "tanh"),
     # a router's loss, which is added to the model's loss
     *("output_router_logits", "load_balancing_loss_func", "num_experts", "num_local_experts", "num_experts_per_tok"),
-    *("router_aux_loss_coef", "aux_loss"),
+    *("router_aux_loss_coef", "aux_loss", "aux_loss_coef", "is_moe", "math", "floor", "sqrt"),
     # Python, T5
     *("slice", "isinstance", "int", "len", "getattr", "Tensor", "to", "device", "_shift_right", "BaseModelOutput"),
     *("logger", "warning", "warning_once", "warn", "warnings", "FutureWarning", "num_layers", "num_decoder_layers"),
@@ -48,8 +56,21 @@ _NAMES = {
     *("vision_feature_layer", "vision_feature_select_strategy"),
     # BART and its relatives
     *("shift_tokens_right", "pad_token_id", "decoder_start_token_id", _ADDED),
+    *("encoder_global_attentions", "encoder_router_logits", "decoder_router_logits"),
+    # speech: labels and masks of audio
+    *("max_target_positions", "ValueError", "pop", "tuple", "list", "attention_mask", "labels"),
+    # a language model inside, and how its inputs are put together
+    *(_INNER, "get_input_embeddings", "get", "get_image_features", "get_placeholder_mask", "masked_scatter"),
+    *("multi_modal_projector", "deepstack_features", "image_pooler_output", "video_pooler_output", "shared_kv_states"),
+    # other names of backbones and of their states
+    *("biogpt", "cpmant", "electra", "gpt_neox_japanese", "led", "backbone", "cache_params"),
+    # Bamba's second loss; Udop, Marian, T5Gemma 2
+    *("z_loss_coefficient", "logsumexp", "pow", "mean", "d_model"),
+    *("decoder_vocab_size", "prepare_decoder_input_ids_from_labels"),
 }
-_PATTERNS = re.compile(r"\w*CausalLMOutput(WithPast|WithCrossAttentions)|Seq2SeqLMOutput|\w+__HEAD_MASK_WARNING_MSG")
+_PATTERNS = re.compile(
+    r"\w*CausalLMOutput(WithPast|WithCrossAttentions)?|\w*Seq2Seq(LM|MoE)Output|\w+__HEAD_MASK_WARNING_MSG"
+)
 
 
 class _UnsupportedError(TypeError):
@@ -100,7 +121,8 @@ class _Logits:
     __radd__ = __sub__ = __rsub__ = __neg__ = __pow__ = __matmul__ = __rtruediv__ = _refuse
 
     def __getitem__(self, index: Any) -> _Logits:
-        if not isinstance(index, tuple) or index[0] is not Ellipsis or index[-1] != slice(None):
+        is_mask = isinstance(index, Tensor) and index.dtype == torch.bool and index.dim() < len(self.shape)
+        if not is_mask and (not isinstance(index, tuple) or index[0] is not Ellipsis or index[-1] != slice(None)):
             raise _UnsupportedError("a part of the classes")
         logits = _Logits(self.hidden[index], self.head, self.scale, self.is_tanh, self.cap)
         logits.added = self.added
@@ -120,6 +142,8 @@ class _Logits:
 
     def view(self, *shape: int) -> _Logits:
         return self
+
+    reshape = view
 
     def to(self, device: Any) -> _Logits:
         return self
@@ -152,7 +176,7 @@ class _Buffer:
 
 
 class _Head:
-    """A replacement of `lm_head` that returns logits that are not computed; its attributes are the layer's."""
+    """A replacement of the head that returns logits that are not computed; its attributes are the layer's."""
 
     def __init__(self, layer: nn.Linear) -> None:
         self.layer = layer
@@ -173,12 +197,31 @@ class _CrossEntropyLoss(nn.CrossEntropyLoss):
         return super().forward(input, target)
 
 
+class _Settings(NamedTuple):
+    """How a model computes its loss.
+
+    - `head`: the name of the head; "" if the language model inside, whose settings are `inner`, has it;
+    - `is_wrapped`: whether the head is a module that only calls its linear layer;
+    - `loss`: the name of the model's `loss_function`, "" if its forward makes a loss of torch.nn;
+    - `takes_shifted`: whether that function has `shift_labels`, which older releases of transformers lack.
+    """
+
+    head: str
+    is_wrapped: bool
+    loss: str
+    takes_shifted: bool
+    inner: Any = None
+
+
 class _StandIn:
     """A replacement of `self` in a language model's forward; its attributes are the model's, except head and loss."""
 
-    def __init__(self, model: Any) -> None:
-        self.owner, self.takes_shifted = model, model.fused_settings
-        self.lm_head = _Head(model._modules["lm_head"])
+    def __init__(self, model: Any, settings: _Settings) -> None:
+        self.owner, self.settings = model, settings
+        if settings.inner is None:
+            setattr(self, settings.head, _Head(_layer(model, settings)))
+        else:
+            self.language_model = _Inner(model._modules[_INNER], settings.inner)
         if _ADDED in model._buffers:
             self.final_logits_bias = _Buffer(model._buffers[_ADDED])
 
@@ -195,9 +238,11 @@ class _StandIn:
         shift_labels: Tensor | None = None,
         **options: Any,
     ) -> Tensor:
-        """Return the next-token loss, with the arguments of ForCausalLMLoss."""
-        target, count = shift_labels if self.takes_shifted else None, num_items_in_batch
-        if target is None:
+        """Return the next-token loss, or the loss of masked tokens, with the arguments of transformers' functions."""
+        target, count = shift_labels if self.settings.takes_shifted else None, num_items_in_batch
+        if self.settings.loss == _MASKED:
+            target = labels
+        elif target is None:
             target = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         loss = logits.cross_entropy(target, ignore_index, "mean" if count is None else "sum")
         if count is None:
@@ -205,40 +250,89 @@ class _StandIn:
         return loss / (count.to(loss.device) if isinstance(count, Tensor) else count)
 
 
+class _Inner:
+    """A replacement of the language model inside of another one; a call returns logits that are not computed."""
+
+    def __init__(self, model: Any, settings: _Settings) -> None:
+        self.owner, self.settings = model, settings
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _plain_class(self.owner).forward(_StandIn(self.owner, self.settings), *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.owner, name)
+
+
+def _plain_class(module: Any) -> Any:
+    """Return the class that a module had before it was fused."""
+    return getattr(type(module), "fused_from", type(module))
+
+
+def _layer(model: Any, settings: _Settings) -> Any:
+    """Return the linear layer of a model's head."""
+    head = model._modules[settings.head]
+    return head._modules.get(_PROJECTION) if settings.is_wrapped else head
+
+
+def _head_name(module: Any) -> str:
+    return next((name for name in _HEADS if name in module._modules), "")
+
+
 def _has_head(module: Any) -> bool:
-    kinds = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
-    return type(module).__name__.endswith(kinds) and "lm_head" in module._modules  # a PeftModel has it as an attribute
+    """Return whether a module is a language model with a head, or has one inside. A PeftModel is none of these."""
+    if not type(module).__name__.endswith(_KINDS):
+        return False
+    inner = module._modules.get(_INNER)
+    return bool(_head_name(module)) or (inner is not None and _has_head(inner) and _calls_loss(_plain_class(module)))
 
 
-def _makes_loss(kind: Any) -> bool:
-    """Return whether the forward of a class makes a loss of torch.nn, instead of calling `loss_function`."""
-    return _LOSS in names_used(kind.forward) and inspect.unwrap(kind.forward).__globals__[_LOSS] is nn.CrossEntropyLoss
+def _calls_loss(kind: Any) -> bool:
+    """Return whether the forward of a class computes a loss from logits."""
+    return "loss_function" in names_used(kind.forward) or bool(_losses(kind))
+
+
+def _losses(kind: Any) -> dict[str, Any]:
+    """Return the globals of a forward that makes a loss of torch.nn, replaced; {} if it calls `loss_function`."""
+    used, names = names_used(kind.forward), getattr(inspect.unwrap(kind.forward), "__globals__", {})
+    if _LOSS not in used:
+        return {}
+    changes: dict[str, Any] = {_LOSS: _CrossEntropyLoss} if names.get(_LOSS) is nn.CrossEntropyLoss else {}
+    if "nn" in used and names.get("nn") is nn:  # nothing else of it is among the names of `_NAMES`
+        changes["nn"] = SimpleNamespace(CrossEntropyLoss=_CrossEntropyLoss)
+    return changes
 
 
 def _reason(module: Any) -> str:
-    used = set(names_used(type(module).forward))
+    kind: Any = _plain_class(module)
+    used = set(names_used(kind.forward))
     others = {name for name in used - _NAMES if not _PATTERNS.fullmatch(name)}
     if others:
         return "its forward also uses " + ", ".join(sorted(others))
-    if "lm_head" not in used or not ("loss_function" in used or _makes_loss(type(module))):
-        return "its forward does not call lm_head and loss_function"
-    kind: Any = type(module)
+    head = _head_name(module) or _INNER
+    if head not in used or not _calls_loss(kind):
+        return f"its forward does not call {head} and loss_function"
     if _method(kind) is None:
         return "its forward is wrapped by a decorator"
-    return _obstacle(module, _makes_loss(type(module)))
+    inner = _reason(module._modules[_INNER]) if head == _INNER else ""
+    return inner or _obstacle(module, _settings(module))
 
 
-def _obstacle(module: Any, makes_loss: bool) -> str:
-    """Return the reason why a model's loss cannot be computed without its logits at this time, "" if it can.
-
-    `makes_loss` is the result of `_makes_loss` for the module's class; Dynamo of PyTorch 2.6 cannot trace that call.
-    """
-    if type(module.lm_head).forward is not nn.Linear.forward or has_hooks(module.lm_head):
-        return f"lm_head is {type(module.lm_head).__name__}, or has hooks, and must be called"
-    if not makes_loss and getattr(module.loss_function, "__name__", "") != "ForCausalLMLoss":
-        return "its loss_function is another one than ForCausalLMLoss"
-    if type(module.lm_head.weight) is not nn.Parameter:
-        return "the weight of lm_head is a tensor of another class (sharded?)"
+def _obstacle(module: Any, settings: _Settings) -> str:
+    """Return the reason why a model's loss cannot be computed without its logits at this time, "" if it can."""
+    if settings.loss and (
+        settings.loss not in (_CAUSAL, _MASKED) or getattr(module.loss_function, "__name__", "") != settings.loss
+    ):
+        return f"its loss_function is another one than {_CAUSAL} and {_MASKED}"
+    owner = module
+    if settings.inner is not None:
+        owner, settings = module._modules[_INNER], settings.inner
+        if has_hooks(owner):
+            return f"{_INNER} has hooks and must be called"
+    head, layer = owner._modules[settings.head], _layer(owner, settings)
+    if getattr(type(layer), "forward", None) is not nn.Linear.forward or has_hooks(layer) or has_hooks(head):
+        return f"{settings.head} is {type(head).__name__}, or has hooks, and must be called"
+    if type(layer.weight) is not nn.Parameter:
+        return f"the weight of {settings.head} is a tensor of another class (sharded?)"
     return ""
 
 
@@ -247,31 +341,37 @@ def _obstacle(module: Any, makes_loss: bool) -> str:
 _KEEP_CACHE = ("use_cache", "past_key_values", "position_ids")
 
 
-def _takes_shifted(module: Any) -> bool:
-    """Return whether a model's loss function has `shift_labels`, which older releases of transformers lack."""
-    return not _makes_loss(type(module)) and "shift_labels" in inspect.signature(module.loss_function).parameters
+def _settings(module: Any) -> _Settings:
+    name = _head_name(module)
+    is_wrapped = bool(name) and names_used(type(module._modules[name]).forward) == (_PROJECTION,)
+    inner = None if name else _settings(module._modules[_INNER])
+    if _losses(_plain_class(module)):
+        return _Settings(name, is_wrapped, "", False, inner)
+    function = module.loss_function
+    takes_shifted = "shift_labels" in inspect.signature(function).parameters
+    return _Settings(name, is_wrapped, getattr(function, "__name__", "unknown"), takes_shifted, inner)
 
 
 @functools.cache
 def _method(kind: Any) -> Any:
     """Return the forward of a class, changed to make losses that take `_Logits`; None if it cannot be changed."""
-    return with_functions(kind.forward, {_LOSS: _CrossEntropyLoss}) if _makes_loss(kind) else kind.forward
+    return with_functions(kind.forward, changes) if (changes := _losses(kind)) else kind.forward
 
 
 def _head_forward(original: Any) -> Callable[..., Any]:
-    method, changed, makes_loss = original.forward, _method(original), _makes_loss(original)
+    method, changed = original.forward, _method(original)
     names = list(inspect.signature(method).parameters)[1:]
 
     @functools.wraps(method)  # trainers read its signature
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         labels, settings = kwargs.get("labels"), self.fused_settings
-        if not self.training or labels is None or settings is None or _obstacle(self, makes_loss):
+        if not self.training or labels is None or settings is None or _obstacle(self, settings):
             return method(self, *args, **kwargs)
         arguments = {**dict(zip(names[: len(args)], args, strict=True)), **kwargs}
         if "use_cache" in names and not any(arguments.get(name) is not None for name in _KEEP_CACHE):
             kwargs["use_cache"] = False  # a training step does not read the cache, which copies all keys and values
         try:
-            outputs = changed(_StandIn(self), *args, **kwargs)
+            outputs = changed(_StandIn(self, settings), *args, **kwargs)
         except _UnsupportedError:
             self.fused_settings = None  # from now on the logits are computed
             return method(self, *args, **kwargs)
@@ -288,7 +388,7 @@ RULES = [
         _has_head,
         _reason,
         _head_forward,
-        settings=_takes_shifted,
+        settings=_settings,
         omitted=("logits", "1"),
     )
 ]
