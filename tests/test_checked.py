@@ -41,7 +41,7 @@ UNCHECKED = {
     "FusedScaleMaskSoftmax.forward_fused_softmax, FusedScaleMaskSoftmax.forward_torch_softmax": "are parts of forward",
     "NumMicroBatchesCalculator.update": "is abstract",
     "PackedSeqParams.__init__": "is read by attention, which checks",
-    "TopKRouter.route, GroupedMLP.routed, seeded, MoEOptions.check_experts, MoEOptions.has_experts": "called by layers",
+    "TopKRouter.route, GroupedMLP.routed, seeded, own_random_numbers, MoEOptions.check_experts, MoEOptions.has_experts": "called by layers",
     "MoESubmodules.__init__": "is read by MoELayer, which calls the classes",
     "MoEOptions.__init__": "is part of TransformerConfig, which checks its values by name",
     "gather_as_usual, gather_in_float8, size_divisor, whole_rows, GatheredWeight.__init__": "called by apex.fp8 alone",
