@@ -2,7 +2,9 @@
 
 `walk` computes a chunk's logits, has them visited and multiplies their gradient with weight and input. Three operators
 use it: `linear_xentropy` (losses and gradients in one pass), `linear_rows` (statistics of rows) and
-`linear_rows_backward` (gradients of the head from the statistics' gradients).
+`linear_rows_backward` (gradients of the head from the statistics' gradients). No `Op` declares them: every device runs
+the same code, several results go to the caller, and the autograd nodes save tensors in their own dtypes, not in that of
+the products.
 
 Letters: N rows, H features, V classes of this rank.
 """
