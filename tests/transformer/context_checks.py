@@ -90,6 +90,24 @@ def check_packed(comm: str, rank: int) -> None:
         parallel_state.destroy_model_parallel()
 
 
+def check_gradients_that_some_ranks_need(comm: str, rank: int) -> None:
+    """Ranks that need gradients of other tensors find them; ranks that need none beside some that do are refused."""
+    ranks = dist.get_world_size()
+    parallel_state.initialize_model_parallel(context_parallel_size=ranks)
+    try:
+        tensors = [_whole(4, 1, 8, size)[..., :8] + rank for size in (8, 9, 10)]
+        leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+        expected = torch.autograd.grad(context_attention(*leaves, comm=comm).square().sum(), leaves)
+        mine = [t.clone().requires_grad_(number == rank % 3) for number, t in enumerate(tensors)]
+        context_attention(*mine, comm=comm).square().sum().backward()
+        assert [t.grad is not None for t in mine] == [number == rank % 3 for number in range(3)]
+        _compare([mine[rank % 3].grad], [expected[rank % 3]])  # type: ignore[list-item]
+        assert not context_attention(*tensors, comm=comm).requires_grad
+        _raises("all ranks must need gradients, or none", context_attention, *(mine if rank else tensors), comm=comm)
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
 def check_half_precision(rank: int) -> None:
     """The ring's root mean square error in bfloat16 is at most twice that of whole attention."""
     ranks = dist.get_world_size()
@@ -234,6 +252,7 @@ def _checks() -> dict[str, Any]:
         found[f"{comm} grouped"] = functools.partial(check_dense, comm, True, 8, 2, None)
         found[f"{comm} both directions"] = functools.partial(check_dense, comm, False, 8, 4, None)
         found[f"{comm} packed"] = functools.partial(check_packed, comm)
+        found[f"{comm} needs"] = functools.partial(check_gradients_that_some_ranks_need, comm)
         found[f"{comm} refusals"] = functools.partial(check_refusals, comm)
         if comm != "p2p":
             found[f"{comm} window"] = functools.partial(check_dense, comm, True, 8, 4, 5)

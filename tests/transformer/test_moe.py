@@ -514,6 +514,16 @@ def test_half_precision_and_autocast() -> None:
         moe.MoELayer(config())(x.float())
 
 
+def test_shapes_on_meta() -> None:
+    layer = moe.MoELayer(config(**BIASED, moe_aux_loss_coeff=0.1)).to("meta")
+    x = torch.empty(5, 2, HIDDEN, device="meta", dtype=torch.float64, requires_grad=True)
+    with torch.autocast("cpu"):  # PyTorch has no autocast on meta
+        output = layer(x)[0]
+    output.sum().backward()
+    assert x.grad is not None
+    assert output.shape == x.grad.shape == x.shape
+
+
 def test_jitter() -> None:
     router, x = moe.TopKRouter(config(moe_input_jitter_eps=0.5)), numbers(6, 4, HIDDEN)
     torch.manual_seed(0)

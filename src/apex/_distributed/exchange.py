@@ -6,6 +6,7 @@ mode a Gloo group compares shapes before each exchange, because Gloo ends a proc
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -26,19 +27,39 @@ def check_alike(tensor: Tensor, group: Any, description: str) -> None:
 
     Other backends compare nothing, because every layer would have to wait for the device.
     """
-    if dist.get_backend(group) != dist.Backend.GLOO:
-        return
-    text = _described(tensor).encode().ljust(_DESCRIPTION_BYTES)[:_DESCRIPTION_BYTES]
+    if dist.get_backend(group) == dist.Backend.GLOO:
+        comparison = f"comparing shapes for {_named(description, tensor)}"
+        _compare(_described(tensor), group, comparison, f"{description}: all ranks must pass the same dtype and shape")
+
+
+def _compare(own: str, group: Any, comparison: str, rule: str) -> None:
+    """Raise a ValueError that begins with `rule` in all processes of a group unless all pass the same text."""
+    text = own.encode().ljust(_DESCRIPTION_BYTES)[:_DESCRIPTION_BYTES]
     own_bytes = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     everywhere = torch.empty(dist.get_world_size(group), _DESCRIPTION_BYTES, dtype=torch.uint8, device=HOST)
-    collectives.all_gather(
-        everywhere.view(-1), own_bytes, group, f"comparing shapes for {_named(description, tensor)}"
-    ).wait()
+    collectives.all_gather(everywhere.view(-1), own_bytes, group, comparison).wait()
     if bool((everywhere == own_bytes).all()):
         return
     texts = [bytes(row.tolist()).decode().strip() for row in everywhere]
     by_rank = ", ".join(f"rank {rank} {text}" for rank, text in zip(ranks_of(group), texts, strict=True))
-    raise ValueError(f"{description}: all ranks must pass the same dtype and shape, got {by_rank}")
+    raise ValueError(f"{rule}, got {by_rank}")
+
+
+def taking_part(
+    tensors: Sequence[Tensor], group: Any, description: str, parameters: Iterable[Tensor] = ()
+) -> Sequence[Tensor]:
+    """Return tensors for differentiable exchanges: all require gradients if one of them or of `parameters` does.
+
+    A rank must take part in the backward pass of each exchange, because the gradients of other ranks need it. If no
+    gradient is needed at all, none is here; in a Gloo group it is an error unless that holds in all processes.
+    """
+    if torch.compiler.is_compiling():
+        return tensors
+    needed = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*tensors, *parameters))
+    if dist.get_backend(group) == dist.Backend.GLOO:
+        rule = f"{description}: all ranks must need gradients, or none"
+        _compare("needs some" if needed else "needs none", group, f"comparing needs of {description}", rule)
+    return [t if t.requires_grad or not needed else t.detach().requires_grad_() for t in tensors]
 
 
 def _described(tensor: Tensor) -> str:

@@ -267,7 +267,7 @@ def uneven_tokens(rank: int) -> None:
 
 
 def gradients_that_some_ranks_need(rank: int) -> None:
-    """Ranks that need a gradient of their input, of their parameters, of both or of neither find what they need."""
+    """Ranks that need gradients of their input, of their parameters or of both find them; only all may need none."""
     if dist.get_world_size() != 2:
         return
     for layout, kind in itertools.product(SPLITS, ("allgather", "alltoall")):
@@ -280,7 +280,15 @@ def gradients_that_some_ranks_need(rank: int) -> None:
                 layer, x = MoELayer(options), tokens(rank, 4)
                 layer.requires_grad_(needs[rank] in ("parameters", "both"))
                 x.requires_grad_(needs[rank] in ("input", "both"))
-                layer(x)[0].square().sum().backward()
+                if "neither" in needs and len(set(needs)) > 1:
+                    with pytest.raises(ValueError, match=r"must need gradients, or none, got rank 0 needs (some|none)"):
+                        layer(x)
+                    continue
+                output = layer(x)[0]
+                assert output.requires_grad == ("neither" not in needs)  # frozen layers cost no backward pass
+                if not output.requires_grad:
+                    continue
+                output.square().sum().backward()
                 assert (x.grad is not None) == x.requires_grad
                 if x.requires_grad:
                     torch.testing.assert_close(x.grad, inputs[rank].grad, rtol=0, atol=1e-12, msg=str(needs))

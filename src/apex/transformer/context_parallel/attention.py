@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..._arguments import checked
+from ..._distributed import exchange
 from ...ops.attention import varlen_attention
 from ...ops.attention.op_common import autocast_dtype
 from ...ops.attention.op_varlen import check_bounds, check_heads
@@ -70,6 +71,9 @@ def context_attention(
         scale = 1 / math.sqrt(query.shape[-1])
     elif not 0.0 < scale < math.inf:
         raise ValueError(f"scale={scale} must be positive and finite")
+    if ranks > 1:
+        tensors, what = (query_rows, key_rows, value_rows), "context-parallel attention"
+        query_rows, key_rows, value_rows = exchange.taking_part(tensors, group, what)
     masks: dict[str, Any] = {
         "causal": causal,
         "scale": scale,

@@ -64,20 +64,9 @@ class _AllToAll(torch.autograd.Function):
         return _AllToAll.apply(gradient, *ctx.settings), None, None, None
 
 
-def _tracked(tensor: Tensor) -> Tensor:
-    """Return the tensor, for a group of several ranks, so that it requires gradients unless they are off.
-
-    A rank takes part in an exchange's backward pass even if only other ranks need gradients. They would wait for it
-    forever, and their gradients need its experts.
-    """
-    if tensor.requires_grad or not torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return tensor
-    return tensor.detach().requires_grad_(tensor.is_floating_point())
-
-
 def gather(tensor: Tensor, group: Any) -> Tensor:
     """Return the tensors of all ranks; the backward pass returns this rank's part of the gradient's sum."""
-    return tensor if size_of(group) == 1 else _Gather.apply(_tracked(tensor), group)
+    return tensor if size_of(group) == 1 else _Gather.apply(tensor, group)
 
 
 def sum_of_part(tensor: Tensor, group: Any) -> Tensor:
@@ -87,7 +76,7 @@ def sum_of_part(tensor: Tensor, group: Any) -> Tensor:
 
 def all_to_all(rows: Tensor, group: Any, received: list[int], sent: list[int]) -> Tensor:
     """Send rows, ordered by their target rank, and return the rows that other ranks sent, ordered by source rank."""
-    return rows if size_of(group) == 1 else _AllToAll.apply(_tracked(rows), group, received, sent)
+    return rows if size_of(group) == 1 else _AllToAll.apply(rows, group, received, sent)
 
 
 def gather_uneven(rows: Tensor, group: Any, sizes: Sequence[int]) -> Tensor:
@@ -95,7 +84,7 @@ def gather_uneven(rows: Tensor, group: Any, sizes: Sequence[int]) -> Tensor:
     longest = max(sizes)
     if size_of(group) == 1 or not longest:
         return rows
-    parts = _Gather.apply(_tracked(_padded(rows, longest)), group).split(longest)
+    parts = _Gather.apply(_padded(rows, longest), group).split(longest)
     return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
 

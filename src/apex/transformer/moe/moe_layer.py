@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..._arguments import checked
+from ..._distributed import exchange
+from ...ops._library import autocast_dtype
 from ._groups import ExpertGroups, rank_in, size_of
 from .experts import GroupedMLP
 from .router import TopKRouter
@@ -70,9 +71,10 @@ class MoELayer(nn.Module):
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, None]:
         """Map [sequence, batch, hidden] to the same shape; the second result is None, for a bias."""
         self._check(hidden_states)
-        index, weight = self.router(hidden_states, sparse=True)
-        dispatcher = self.token_dispatcher
-        tokens, probs = dispatcher.token_dispatch(*dispatcher.prepare(hidden_states, index, weight))
+        dispatcher, x = self.token_dispatcher, hidden_states
+        if size_of(group := self.router.groups.tp_ep) > 1:
+            (x,) = exchange.taking_part([x], group, "experts' tokens", self.parameters())
+        tokens, probs = dispatcher.token_dispatch(*dispatcher.prepare(x, *self.router(x, sparse=True)))
         if isinstance(dispatcher, MoEAllGatherTokenDispatcher) and _sorts_rows(self.experts):
             # The experts take tokens and indices, and sort rows themselves.
             results = self.experts(tokens, None, probs, index=dispatcher.local_index)[0]
@@ -88,7 +90,7 @@ class MoELayer(nn.Module):
             raise ValueError(
                 f"hidden_states has shape {list(hidden_states.shape)}, expected [..., {self.config.hidden_size}]"
             )
-        if torch.is_autocast_enabled(hidden_states.device.type):
+        if autocast_dtype(hidden_states) is not None:
             return
         weights = {"router": self.router.weight} if self.config.moe_router_dtype is None else {}
         if isinstance(self.experts, GroupedMLP):
