@@ -1,4 +1,4 @@
-"""Whole sequences by PyTorch's own recurrent networks, if these compute the same as a stack of layers.
+"""Whole sequences through PyTorch's recurrent networks, if they compute the same result as a stack of layers.
 
 A loop in Python launches a handful of kernels for each time step and layer; PyTorch's networks run all in one call.
 """

@@ -45,7 +45,7 @@ def _cases(examples: Sequence[Example], device: torch.device, quick: bool) -> li
 
 def _case(example: Example, row: Row, way: str) -> Case:
     words = {"short": SHORT[row.dtype], "dtype": long_name(row.dtype), "shape": times(row.sizes), "s": row.sizes}
-    # Some titles say where the direction stands, and leave it out for a forward pass.
+    # A title shows the direction at "{way}", or nothing for a forward pass. Other titles end with the direction.
     title = example.title if "{way}" in example.title else example.title + " " + way
     name = title.format(name=example.name, way="" if way == "fwd" else f" {way}", **words)
     forward, backward = (example.moved or functools.partial(_traffic, example))(row.dtype, *row.sizes)
@@ -70,7 +70,7 @@ def _traffic(example: Example, dtype: torch.dtype, *sizes: int) -> tuple[int, in
 
 
 def implementations(example: Example, device: torch.device, compile: bool) -> dict[str, Callable[[], Callable]]:
-    """Return makers of ours and of PyTorch's operators, and on a GPU of torch.compile and of other packages."""
+    """Return functions that make our op and PyTorch's; on a GPU also torch.compile's and other packages'."""
     makers: dict[str, Callable[[], Callable]] = {OURS: lambda: example.function, "torch": lambda: example.torch}
     makers |= {name: functools.partial(_returned, peer) for name, peer in example.peers.items()}
     if compile and device.type == "cuda":
@@ -85,7 +85,7 @@ def _returned(peer: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def prepare(example: Example, sizes: Sizes, dtype: torch.dtype, way: str, device: torch.device) -> Prepared:
-    """Prepare one direction of an example; compilers and other packages are not timed in whole steps."""
+    """Prepare a direction of an example: "fwd", "bwd", both, or "step" without torch.compile."""
     makers = implementations(example, device, way != "step")
     timed = _examples.Call(example, sizes, Make(dtype, device))
     smaller = sizes if example.checked is None else example.checked(*sizes)
@@ -114,7 +114,7 @@ def _expected(made: _examples.Call, way: str) -> list[Expected]:
 
 
 def sweeps() -> dict[str, Callable[[Random, torch.device], tuple[str, Callable[[], dict[str, Prepared]]]]]:
-    """Return the families whose examples draw random sizes: functions that draw a case, its name and its passes."""
+    """Return, by family, a function that draws random sizes: it returns a case's name and a function for its passes."""
     return {
         name: functools.partial(_drawn, drawing)
         for name, examples in _examples.all_examples().items()
@@ -136,7 +136,7 @@ def _drawn(
 def _passes(
     example: Example, sizes: Sizes, dtype: torch.dtype, device: torch.device, seed: int, layout: str
 ) -> dict[str, Prepared]:
-    """Prepare both passes without compilers and other packages.
+    """Prepare both passes of our op and of PyTorch's.
 
     The tolerance also allows errors relative to the typical size of the values, whose rounding each element inherits.
     """

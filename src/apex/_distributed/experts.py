@@ -72,9 +72,9 @@ router_loss_scale = RouterLossScale()
 
 @contextlib.contextmanager
 def scaled_router_losses(loss_scale: Callable[[], Tensor] | None) -> Iterator[None]:
-    """Multiply the losses of routers by `loss_scale()`, the scale of the main loss, in the backward passes of a block.
+    """Multiply router losses by `loss_scale()`, the main loss's scale, in backward passes inside a `with` block.
 
-    None keeps the factor of the block around it.
+    If `loss_scale` is None, the factor of the enclosing block stays in use.
     """
     before = router_loss_scale.loss_scale
     router_loss_scale.loss_scale = loss_scale or before

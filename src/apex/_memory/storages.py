@@ -88,7 +88,7 @@ class Owners:
 
     def __init__(self) -> None:
         self._seen: set[int] = set()
-        # The sum of all, each storage rounded up to a block of PyTorch's allocator.
+        # Bytes of all storages, each rounded up to a block of PyTorch's allocator.
         self.rounded = 0
 
     def add(self, tensors: Iterable[Tensor | None]) -> int:

@@ -26,7 +26,7 @@ Slot = tuple[int, int]  # number of a buffer, and index in it
 
 
 class MagnitudeBuffer:
-    """float32 numbers on a device, used from the start in every step; `number` is its index among the buffers."""
+    """A buffer of float32 numbers on a device, filled from its start in every step; `number` identifies it."""
 
     def __init__(self, number: int, device: torch.device) -> None:
         self.number, self.device, self.used = number, device, 0
@@ -34,7 +34,7 @@ class MagnitudeBuffer:
         self._kernel_dtypes = float8.amax_dtypes(device)
         self._shape = (_CHUNK, float8.WRITE_PARTIALS) if self._kernel_dtypes else (_CHUNK,)
         self._chunks: list[Tensor] = []
-        # The memory of each number, and its address: a row of partial maxima, as int32, or without kernels one float32.
+        # The memory and address of each number: a row of partial maxima as int32, or one float32 without kernels.
         self._rows: list[Tensor] = []
         self._addresses: list[int] = []
         # Direct launches of the kernel, by kind, dtype and size of tensors that were measured before, because an eager
@@ -44,7 +44,7 @@ class MagnitudeBuffer:
     def measure(self, tensor: Tensor) -> Slot | None:
         """Write the largest magnitude of a tensor to the next number, and return its slot.
 
-        Return None for tensors that have none: sparse, nested or empty ones, and other dtypes.
+        Return None for a tensor that is not measured: sparse, nested, empty or of another dtype.
         """
         kind = type(tensor), tensor.layout, tensor.is_nested, tensor.dtype, tensor.numel()
         launch, index = self._launches.get(kind), self.used
@@ -61,7 +61,7 @@ class MagnitudeBuffer:
         return self.number, index
 
     def _measure_any(self, tensor: Tensor) -> Slot | None:
-        """Return the slot of any tensor as `measure` does; remember the direct launch for others like it."""
+        """Measure any tensor and return its slot, as `measure` does; keep the direct launch for tensors of its kind."""
         if tensor.layout is not _STRIDED or tensor.is_nested or not tensor.numel() or tensor.dtype not in _DTYPES:
             return None
         tensor = getattr(tensor, "_local_tensor", tensor)  # a DTensor's maximum would communicate

@@ -331,7 +331,7 @@ class OverflowTrace:
     def _known_slot(self, tensor: Tensor, outputs: Sequence[Tensor] = ()) -> _Slot | None:
         """Return the slot of a measured tensor; None if it was not measured, or was written to since.
 
-        A tensor among `outputs`, those of the module that took it, has the slot from before it was written to.
+        A tensor among `outputs`, the outputs of the module that read it, keeps the slot from before the write.
         """
         known = self._known.get(id(tensor))
         if known is None or known[0]() is not tensor:

@@ -34,7 +34,7 @@ class Masters:
         own: Any = weakref.ref(optimizer)  # a reference cycle would keep an unused optimizer in memory
 
         def zero_grad(set_to_none: bool = True) -> None:
-            """Zero the gradients of the optimizer's parameters, and those of the model's that have masters."""
+            """Zero the gradients of the optimizer's parameters and of the model's half-precision parameters."""
             type(own()).zero_grad(own(), set_to_none)
             self.zero_gradients(set_to_none)
 
@@ -81,7 +81,7 @@ class Masters:
             master.grad = None
 
     def zero_gradients(self, set_to_none: bool) -> None:
-        """Set the gradients of parameters to None or to zero, and those of masters to None."""
+        """Set the gradients of parameters to None or zero, and the gradients of masters to None."""
         self.drop_gradients()
         for param in self._master_of:
             if set_to_none:

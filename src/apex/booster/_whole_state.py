@@ -110,7 +110,7 @@ class Parts:
             filled += entry
 
     def gather(self) -> Iterator[dict[Any, Any]]:
-        """Yield the parts; all processes must exhaust it. Processes that do not receive tensors get empty dicts."""
+        """Yield the parts; processes that receive no tensors get empty dicts. All must iterate to the end."""
         for keys in self.keys:
             yield self._collect(keys)
 
@@ -270,7 +270,7 @@ def load_tensors(model: Any, parts: Iterable[dict[str, Tensor]]) -> None:
 def optimizer_parts(
     optimizer: OptimizerWrapper, size: int | None = None, *, copies: bool = False, everywhere: bool = False
 ) -> Parts:
-    """Return a state dict of whole tensors, in PyTorch's format, in parts, with the loss scale.
+    """Return an optimizer's state dict of whole tensors, with the loss scale, in parts and in PyTorch's format.
 
     All processes must call it; the arguments mean the same as in `model_parts`. A group has the names of its parameters
     (`param_names`) if all of them are known.

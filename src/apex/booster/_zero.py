@@ -74,7 +74,7 @@ def zero_optimizer(
     elements = sum(param.numel() for group in groups for param in group["params"])
     size = (1.2 * elements + 64) * BYTES_OF_A_GRADIENT / 2**20
     options["bucket_cap_mb"] = min(options.get("bucket_cap_mb", size), size)
-    # The constructor lays the buckets out, and NVIDIA's signature has no argument for experts.
+    # Set before the constructor lays the buckets out: NVIDIA's signature has no argument for it.
     divided = kind.__new__(kind)
     divided._expert_group = expert_group
     divided.__init__([dict(group) for group in groups], **options)  # type: ignore[misc]

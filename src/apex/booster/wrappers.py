@@ -191,7 +191,7 @@ class OptimizerWrapper(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether a step divides by the scale of a user's torch.amp.GradScaler: no, only this wrapper would know it."""
+        """Return False: a torch.amp.GradScaler must unscale gradients, because `optim` does not see its scale."""
         return False
 
     param_groups = delegated("optim", "param_groups")
@@ -232,7 +232,7 @@ class OptimizerWrapper(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def _held(self) -> Iterator[None]:
-        """Scale losses of routers in backward passes. If `finalize` is set, ZeRO takes gradients after it has run."""
+        """Scale router losses in backward passes inside; ZeRO takes gradients only after `finalize`, if that is set."""
         with (
             self.no_sync() if self.finalize is not None else contextlib.nullcontext(),
             scaled_router_losses(self._loss_scale),

@@ -133,7 +133,7 @@ class Graph:
         for index in self._written:
             if tensors[index].device == self._inputs[index].device:
                 tensors[index].copy_(self._inputs[index])
-        self.state.store_results()  # before the actions, because a message about overflows may raise an error
+        self.state.store_results()  # first, because an action that reports overflows may raise an error
         for action in self._context.after:
             action()
         return map_tensors(Tensor.detach, self._outputs)

@@ -106,7 +106,7 @@ class References:
 
     def __init__(self, function: Callable[..., Any], arguments: tuple[Any, Any] = ((), {})) -> None:
         self.scalers: list[torch.amp.GradScaler] = []
-        # Names of iterators, such as that of a data loader, which a replay would not advance.
+        # Names of iterators, such as a data loader's, which a replay would not advance.
         self.iterators: list[str] = []
         # Locations of numbers, flags and strings, tensors, modules and optimizers, and of lengths of lists.
         self.variables: list[StateLocation] = []
@@ -117,7 +117,7 @@ class References:
             self._note(leaf)
 
     def locations(self) -> list[StateLocation]:
-        """Return the locations of all variables, of the modes of modules, and of the tensors in modules."""
+        """Return the location of every variable, of every module's `training` flag, and of every tensor in a module."""
         locations = [*self.variables]
         for module in self._modules.values():
             locations.append(StateLocation.of(module, "training"))

@@ -1,1 +1,1 @@
-"""Colossal-AI's path of compiled kernels."""
+"""Colossal-AI's names for compiled kernels."""

@@ -55,7 +55,7 @@ def _float_bits(numbers: tuple[float, ...]) -> tuple[int, ...]:
 
 
 class SharedLauncher:
-    """Launches a compiled kernel; called with the arguments of Triton's `CudaLauncher`."""
+    """A launcher of a compiled kernel, called with the arguments of Triton's `CudaLauncher`."""
 
     def __init__(self, types: tuple[str, ...], metadata: Any) -> None:
         self._types = types
@@ -63,7 +63,7 @@ class SharedLauncher:
         capacity = next(capacity for capacity in CAPACITIES if capacity >= len(self._kept))
         self._launch = _c_function(capacity)
         self._zeros = (0,) * (capacity - len(self._kept))
-        # The last two are scratch memory, of which there is none.
+        # The last two are pointers to scratch memory, which these kernels do not use.
         self._attributes = (metadata.launch_cooperative_grid, metadata.launch_pdl, None, None)
 
     def __call__(self, x: int, y: int, z: int, stream: int, function: int, *arguments: Any) -> None:
@@ -95,7 +95,7 @@ def _signed(value: int) -> int:
 
 
 def _as_integer(value: Any) -> int:
-    """Return an argument's address, bits or value. Raises ValueError for memory that a GPU cannot read."""
+    """Return an address, a float's bits or an integer. Raises ValueError for memory that a GPU cannot read."""
     if isinstance(value, float):
         return _float_bits((value,))[0]
     if not hasattr(value, "data_ptr"):

@@ -42,12 +42,12 @@ class Question(NamedTuple):
 
     @property
     def dtype(self) -> str:
-        """Width of an element in bits, as text: rules know the element size but not the dtype."""
+        """Return the width of an element, such as "16-bit": rules know the element size but not the dtype."""
         return f"{8 * self.arguments['element_size']}-bit"
 
     @property
     def shape(self) -> dict[str, Any]:
-        """Shape class: all other arguments; arguments in ROUNDED are rounded up to a power of two."""
+        """Return the shape class: all other arguments, with those in ROUNDED rounded up to a power of two."""
         sizes = {name: value for name, value in self.arguments.items() if name != "element_size"}
         return {name: next_power_of_2(value) if name in ROUNDED else value for name, value in sizes.items()}
 
@@ -56,7 +56,7 @@ class Question(NamedTuple):
         return self.op, self.dtype, tuple(sorted(self.shape.items()))
 
 
-# For each rule, a function that names the fields of an answer that may be varied.
+# By rule: a function that returns the names of an answer's fields that tuning may change.
 TUNABLE: dict[str, Varied] = {}
 
 _noted: dict[Key, tuple[Question, Any]] | None = None
@@ -111,7 +111,7 @@ def noting() -> Iterator[dict[Key, tuple[Question, Any]]]:
 
 @contextlib.contextmanager
 def trying(changes: Mapping[Key, Changes]) -> Iterator[None]:
-    """Replace these fields of rules' answers inside the block, and ignore all tables."""
+    """Apply `changes` to the answers of launch rules inside the block, and ignore all tables."""
     global _trial
     previous, _trial = _trial, changes
     forget_launches()

@@ -114,7 +114,7 @@ class GradientBucket:
     def __init__(self, params: Sequence[Tensor], names: Sequence[str], arithmetic: Arithmetic, retain: bool) -> None:
         self.params = list(params)
         self.names = list(names)
-        # The mean of the last pass, if `retain`.
+        # The averaged gradients of the last pass, if `retain` is set.
         self.retained: Tensor | None = None
         self._retain = retain
         self._before, self._after = arithmetic.factors(dist.get_world_size(), self.params[0].dtype)

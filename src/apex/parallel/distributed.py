@@ -142,8 +142,8 @@ class DistributedDataParallel(nn.Module):
     Parameters and buffers take the values of rank 0 at construction. Gradients are sent in buckets while the backward
     pass continues. Call `amp.initialize` before wrapping a model.
 
-    - `message_size`: number of elements at which a bucket is full. Buckets follow the order in which the first backward
-      pass of rank 0 produces gradients.
+    - `message_size`: number of elements at which a bucket is full. Buckets are filled in the order that rank 0's first
+      backward pass produces gradients.
     - `delay_allreduce`: send everything at the end of the backward pass, in one bucket per type.
     - `allreduce_trigger_params`: parameters whose gradients close a bucket, instead of `message_size`.
     - `retain_allreduce_buffers`: after a backward pass `allreduce_buffers` holds the buckets' means, and gradients are

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 
 class Reparameterization:
-    """A weight that is computed from parameters; subclasses say from which and how.
+    """A weight that is computed from other parameters; subclasses define the parameters and the formula.
 
     An object is a hook of `module` that runs before its forward pass. `name` is the weight's name in that module and
     `dim` a dimension that subclasses use. With gradients the weight is computed once until a backward pass or an update
@@ -35,7 +35,7 @@ class Reparameterization:
     def reparameterize(
         self, name: str, weight: Tensor, dim: int | None
     ) -> tuple[Sequence[str], Sequence[nn.Parameter]]:
-        """Return names and values of the parameters from which a weight will be computed."""
+        """Return names and values of the parameters that will replace a weight."""
         raise NotImplementedError
 
     @staticmethod
@@ -102,7 +102,7 @@ class Reparameterization:
         return module.get_submodule(path), own_name
 
     def get_params(self, module: nn.Module) -> list[Tensor]:
-        """Return the parameters from which the weight is computed; `module` holds them."""
+        """Return the parameters of `module` that determine the weight."""
         return [getattr(module, name) for name in self.reparameterization_names]
 
     def remove(self, module: nn.Module) -> None:
@@ -141,7 +141,7 @@ class Reparameterization:
         self.evaluated, self._computed_from, self._weight = True, source, weight
 
     def _forget(self, holder: nn.Module, name: str, gradient: Tensor) -> None:
-        """Let the next forward pass compute the weight again: a backward pass has freed its graph."""
+        """Make the next forward pass compute the weight again, because a backward pass has freed its graph."""
         weight = self._weight
         self.evaluated, self._weight = False, None
         if weight is not None and id(getattr(holder, name, None)) == id(weight):
@@ -149,7 +149,7 @@ class Reparameterization:
 
 
 def _parameters_of_hooks(module: nn.Module) -> Iterator[Tensor]:
-    """Yield the parameters from which weights of the module and of the modules inside it are computed."""
+    """Yield the parameters that determine reparameterized weights of the module and of the modules inside it."""
     for each in module.modules():
         for hook in each._forward_pre_hooks.values():
             if isinstance(hook, Reparameterization):

@@ -19,7 +19,7 @@ DENSE, EXPERT = "dense", "expert"
 
 
 def counted(optimizer: Any) -> list[str | None]:
-    """Return the kind of each parameter of an optimizer, in order, or None if another process counts it."""
+    """Return "dense" or "expert" for each parameter of an optimizer; None if another process adds it to the norm."""
     first = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
     params = [param for group in optimizer.param_groups for param in group["params"]]
     return [

@@ -105,7 +105,7 @@ def _check_experts(chunk: nn.Module) -> None:
 
 @torch.no_grad()
 def _merge_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Add `grad` to `main_grad` if a parameter has both, as one that a fused and an unfused layer share."""
+    """Add `grad` to `main_grad` if a parameter has both, because a fused and an unfused layer share it."""
     for parameter in parameters:
         main_grad = getattr(parameter, "main_grad", None)
         if main_grad is None:

@@ -29,7 +29,7 @@ def _running(optimizer: Any, params: list[nn.Parameter]) -> Running:
 
 
 def _ours(name: str, **options: Any) -> Maker:
-    """Return a maker of an optimizer of `apex.optimizers`."""
+    """Return a function that makes an optimizer of `apex.optimizers` for a list of parameters."""
 
     def make(params: list[nn.Parameter]) -> Running:
         import apex.optimizers
@@ -40,12 +40,12 @@ def _ours(name: str, **options: Any) -> Maker:
 
 
 def _torch(name: str, **options: Any) -> Maker:
-    """Return a maker of an optimizer of `torch.optim`."""
+    """Return a function that makes an optimizer of `torch.optim` for a list of parameters."""
     return lambda params: _running(getattr(torch.optim, name)(params, **options), params)
 
 
 def _by_operators(name: str, **options: Any) -> Maker:
-    """Return a maker of an optimizer of `apex.optimizers` that computes its formula by PyTorch's operators."""
+    """Return a function that makes an optimizer of `apex.optimizers` and steps it with PyTorch's operators."""
 
     def make(params: list[nn.Parameter]) -> Running:
         fused = _ours(name, **options)(params)
@@ -60,7 +60,7 @@ def _by_operators(name: str, **options: Any) -> Maker:
 
 
 def _flavours(name: str, *flavours: str, **options: Any) -> dict[str, Maker]:
-    """Return makers of PyTorch's optimizer `name` in the given flavours: "torch_fused", "torch_foreach"."""
+    """Return functions that make PyTorch's optimizer `name`, by flavour: "torch_fused", "torch_foreach"."""
     return {f"torch_{flavour}": _torch(name, **options, **{flavour: True}) for flavour in flavours}
 
 
@@ -103,7 +103,7 @@ def _torch_adamw_with_masters(params: list[nn.Parameter]) -> Running:
 def _against_torch(
     name: str, moved: int, ours: str, torchs: str, *flavours: str, cpu_flavours: tuple[str, ...] = (), **options: Any
 ) -> Algorithm:
-    """Return an algorithm whose peer is PyTorch's optimizer of the same formula."""
+    """Return the benchmark of an algorithm beside PyTorch's optimizer with the same formula."""
     return Algorithm(
         name,
         moved,
@@ -115,7 +115,7 @@ def _against_torch(
 
 
 def _against_operators(name: str, moved: int, ours: str, **eps: float) -> Algorithm:
-    """Return an algorithm that `torch.optim` lacks; its peer is the same formula by PyTorch's operators."""
+    """Return the benchmark of an algorithm that `torch.optim` lacks, beside its formula in PyTorch's operators."""
     eager = _by_operators(ours, lr=LR, weight_decay=0.01, **eps)
     return Algorithm(name, moved, _ours(ours, lr=LR, weight_decay=0.01, **eps), eager, {"eager": eager})
 
@@ -128,7 +128,7 @@ _EIGHT_BITS = 1.0 * LR
 
 
 def _installed(package: str, module: str, name: str, **options: Any) -> dict[str, Maker]:
-    """Return the maker of another package's optimizer by the package's name, if the package is installed."""
+    """Return a function that makes another package's optimizer, by package; an empty dict if it is not installed."""
     if importlib.util.find_spec(package) is None:
         return {}
 

@@ -90,7 +90,7 @@ class Casts:
         return condition if self._unwrap_variable(assign) else None
 
     def _unwrap(self, item: Node) -> str:
-        """Remove an item of a `with` statement; return the condition "True"."""
+        """Remove an item of a `with` statement. Return the condition under which autocast is used: "True", always."""
         statement = self._code.parent(item)
         self._edits.unwrapped.setdefault(statement, set()).add(item)
         self.covered.add(statement)
@@ -114,7 +114,7 @@ class Casts:
         return bool(items)
 
     def _undecorate(self, decorator: Node) -> str | None:
-        """Remove a decorator of a function; return the condition "True", or None for a decorator of a class."""
+        """Remove the decorator of a function and return "True": autocast is always used. Return None for a class."""
         code, function = self._code, self._code.parent(decorator)
         if not isinstance(function, cst.FunctionDef):
             return None

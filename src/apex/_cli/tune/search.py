@@ -168,7 +168,7 @@ def _described(error: Exception) -> str:
 
 
 def samples(call: Callable[[], Any], device: torch.device) -> list[float]:
-    """Return microseconds of single calls with a cold cache; on a GPU without time that the host needs."""
+    """Return the times of single calls with a cold cache, in microseconds; on a GPU, without the host's time."""
     if device.type != "cuda":
         return timing.device_samples(call, device, timing.QUICK)
     timing.synchronize(device)

@@ -56,7 +56,7 @@ class _Loss(nn.Module):
         super().__init__()
 
     def _chosen(self, *names: str) -> dict[str, Any]:
-        """Return some settings by name."""
+        """Return the named settings as keyword arguments of a loss function."""
         return {name: getattr(self, name) for name in names}
 
     def _rows(self, input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, *outputs: str) -> Any:
@@ -256,7 +256,7 @@ class FusedLinearORPOLoss(_PairedLoss):
 
 @dataclass(eq=False, repr=False)
 class FusedLinearKTOLoss(_Loss):
-    """KTO of a linear head."""
+    """KTO of a linear head: sequences need no pairs, only a label each, true for desirable ones."""
 
     ignore_index: int = -100
     beta: float = 0.1

@@ -36,7 +36,7 @@ def eligible_modules(
 ) -> list[tuple[str, nn.Module]]:
     """Return (name, module) of the modules of these types or their subclasses whose names are allowed.
 
-    Names that no such module has warn: a layer in a wrapper or below the named module would be pruned all the same.
+    Warn of a name that no such module has: a layer in a wrapper or below the named module would still be pruned.
     """
     types: Any = tuple(whitelist_layer_types)
     modules = {name: module for name, module in model.named_modules() if isinstance(module, types)}
@@ -221,7 +221,7 @@ class ASP:
         if not isinstance(example_inputs, Tensor | tuple | list | None):
             raise TypeError(f"example_inputs must be a tensor, a tuple of them or None, got {example_inputs!r:.80}")
         if cls.__permutes and not cls.__known_pattern():
-            for sparse in cls.__parameters:  # a function that fails must do so before channels are permuted
+            for sparse in cls.__parameters:  # a failing mask function must fail before channels are permuted
                 cls.__new_mask(sparse)
         if not all(bool(whole(sparse.buffer()).all()) for sparse in cls.__parameters):
             cls.restore_pruned_weights()
@@ -310,7 +310,7 @@ class ASP:
     @classmethod
     @contextlib.contextmanager
     def __companions(cls, gathers: bool = True) -> Iterator[Companions]:
-        """Yield a function from a model's tensor to its `tied_tensors`; if `gathers`, include ZeRO's sharded state."""
+        """Yield a function that returns a parameter's `tied_tensors`; if `gathers`, with the state that ZeRO shards."""
         copies = parameters.copies_of(cls.__check_model("step"), cls.__optimizers, cls.__averages)
         with parameters.states_of(cls.__optimizers, gathers) as states:
             yield lambda tensor: parameters.tied_tensors(tensor, copies, states)

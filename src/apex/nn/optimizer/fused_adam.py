@@ -36,7 +36,7 @@ class FusedAdam(optimizers.FusedAdam):
     def step(  # type: ignore[override]
         self, closure: Callable[[], Any] | None = None, div_scale: float = -1, **scaler: Any
     ) -> Any:
-        """Perform one step. A positive `div_scale` divides all gradients first, those of the closure too."""
+        """Run the closure, divide all gradients by `div_scale` if that is positive, and perform one step."""
         loss = run_closure(closure)
         if div_scale > 0:
             gradients = [

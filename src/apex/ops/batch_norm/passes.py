@@ -73,9 +73,9 @@ def rank_statistics(input: Tensor, channel_dim: int) -> Tensor:
 def normalise(
     input: Tensor, z: Tensor | None, channels: Channels, spec: BatchNormSpec, scale_shift: Tensor | None = None
 ) -> Tensor:
-    """Return the output, given mean and variance of every channel, of a batch or running ones.
+    """Return the output of the norm, computed with the mean and variance in `channels`.
 
-    torch.compile sees PyTorch's operators: it fuses them with those that compute the addend, a norm itself in a ResNet.
+    torch.compile gets PyTorch's operators and fuses them with the operators before: the addend may come from a norm.
     """
     if launches(input):
         return launch_normalise(input, z, channels, spec)
@@ -124,7 +124,7 @@ def local_gradients(
 def input_gradient(
     dy: Tensor, input: Tensor, output: Tensor | None, channels: Channels, sums: GradientSums, spec: BatchNormSpec
 ) -> Tensor:
-    """Return the input's gradient; torch.compile sees PyTorch's operators."""
+    """Return the input's gradient, computed by PyTorch's operators under torch.compile."""
     compute = launch_input_gradient if launches(input) else reference.input_gradient
     return compute(dy, input, output, channels, sums, spec)
 

@@ -30,7 +30,7 @@ def _scaled(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor, padding: int
 def _example(
     name: str, function: Callable, before: Callable, public: str, *, relu: bool = True, stride: int = 1, **others: Any
 ) -> Example:
-    """Return an example whose result is `before`, followed by ReLU if `relu` is set."""
+    """Return an example of `function`, which computes what `before` does in PyTorch, then ReLU if `relu` is set."""
 
     def arguments(make: Make, images: int, channels: int, outputs: int, side: int, window: int) -> dict[str, Any]:
         x, weight = make.image(images, channels, side, side), make.image(outputs, channels, window, window)

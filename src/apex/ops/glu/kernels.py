@@ -55,7 +55,7 @@ def glu_forward(
     rows, width, column_blocks,
     ALIGN: tl.constexpr, ACTIVATION: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile per program."""
+    """Compute a tile of activation(gate) * value per program; a bias is added to both first."""
     width = width // ALIGN * ALIGN
     program = tl.program_id(0)
     row = (program // column_blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)

@@ -7,13 +7,13 @@ from typing import NamedTuple
 from .._device import DeviceFacts, next_power_of_2
 from .._tuned import tunable
 
-# Elements of a group, with sizes rounded up to powers of two, up to which one program holds all of it. Times are in
-# microseconds on an H200, in bfloat16, channels last: the gradients of 8x960x32x32, 32768 elements a group, took 143
-# held at once and 55 in tiles.
+# Most elements of a group, with sizes rounded up to powers of two, that one program holds. Times are in microseconds
+# on an H200, in bfloat16, channels last: the gradients of 8x960x32x32, 32768 elements a group, took 143 held at once
+# and 55 in tiles.
 SMALL_GROUP = {"forward": 32768, "backward": 16384}
-# If channels are last: contiguous bytes of a group from which on a program may read that group alone, and the
-# elements of a tensor up to which it always may. Groups of one channel of 47x32x96x96 took 179 forward; cut up they
-# take as long as groups of many channels.
+# If channels are last, a program reads one group alone if at least GROUP_BYTES of it are contiguous, or if it has
+# 1/n of them and the tensor at most SCATTERED / n elements. Groups of one channel of 47x32x96x96 took 179 forward that
+# way; in tiles they take as long as groups of many channels.
 GROUP_BYTES, SCATTERED = 16, 1 << 22
 # Elements of a group, with sizes rounded up to powers of two, that one program holds in the forward pass if channels
 # are last and their number in a group is odd: every value is then loaded singly. float32 47x112x48x48, with 32768

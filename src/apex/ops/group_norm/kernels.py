@@ -22,7 +22,7 @@ from .._launch import kernel
 
 @triton.jit
 def _aligned(positions, channels, LAST: tl.constexpr, ALIGN: tl.constexpr):
-    """Return both numbers, the contiguous one marked as a multiple of ALIGN."""
+    """Return `positions` and `channels`, with the contiguous size marked as a multiple of ALIGN."""
     if LAST:
         channels = channels // ALIGN * ALIGN
     else:
@@ -100,7 +100,7 @@ def _store_parameter_gradients(dweight, dbias, sum_dy, sum_dy_xhat, channel, mas
 
 @triton.jit
 def _sum_pairs(pairs, count, channels, column, inside, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return the sums over `count` pairs of rows of `channels` elements: of the first rows, and of the second rows."""
+    """Return the column sums of pairs[:, 0] and of pairs[:, 1]; `pairs` is [count, 2, channels]."""
     sum_dy = tl.zeros((ROWS, COLUMNS), tl.float32)
     sum_dy_xhat = tl.zeros((ROWS, COLUMNS), tl.float32)
     for first in range(0, count, ROWS):

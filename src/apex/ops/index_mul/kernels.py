@@ -115,7 +115,7 @@ def index_mul_finish(
     count, in1_rows, width, column_blocks,
     ALIGN: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Clear ROWS rows of in1 that no index names; then sum the row of in1 that a chunk begins but does not end."""
+    """Zero the gradients of rows of in1 that no index names; add up partial sums of the row that begins in a chunk."""
     width = width // ALIGN * ALIGN
     program = tl.program_id(0) // column_blocks
     column = (tl.program_id(0) % column_blocks) * BLOCK + tl.arange(0, BLOCK)

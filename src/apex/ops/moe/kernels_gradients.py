@@ -1,4 +1,4 @@
-"""Triton kernels of the gradients of unit, weights, matrices and biases. `kernels_common` has the letters.
+"""Triton kernels of the gradients of unit, weights, matrices and biases. `kernels_common` explains the letters.
 
 With a the gated unit, p the weight of a row and dy its token's gradient: da = W2^T dy, dp = <a, da> + <b2, dy>, dz the
 gradient of the unit for p da, dW2 = sum of dy (p a)^T, dW1 = sum of dz x^T.
@@ -58,7 +58,7 @@ def moe_down_backward(
     WHOLE: tl.constexpr, FULL: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     INNER: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Gather gradients of tokens, multiply them by their expert's matrix, apply the unit's derivative."""
+    """Compute a tile of da = W2^T dy from the tokens' gradients, and from da a tile of dz, of p a and of dp."""
     hidden = hidden // ALIGN * ALIGN
     width = width // ALIGN * ALIGN
     expert, first, mask, block = find_tile(tl.program_id(0), tiles, offsets, bound, column_blocks, ROWS, GROUP)
@@ -85,7 +85,7 @@ def moe_unit_backward(
     experts, column_blocks, count, width,
     ALIGN: tl.constexpr, ACTIVATION: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Apply the unit's derivative to da [N, F], which another library computed."""
+    """Compute a tile of dz, of p a and of dp from da [N, F], which another library computed."""
     width = width // ALIGN * ALIGN
     block = tl.program_id(0) % column_blocks
     first = (tl.program_id(0) // column_blocks) * ROWS

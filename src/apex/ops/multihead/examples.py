@@ -114,7 +114,7 @@ def _example(kind: str, listed: Sequence[Row], *, encdec: bool = False, norm: bo
 
 
 def _rows(sizes: tuple[int, ...], *percents: int, dtype: torch.dtype = _HALF) -> list[Row]:
-    """Return rows for a GPU. Short sequences keep the host as busy as the GPU: their steps are timed by the clock."""
+    """Return benchmark rows for a GPU. Short sequences are timed as whole steps, because the host limits them too."""
     way = "step" if sizes == _SHORT else "fwd+bwd"
     return [Row("cuda", dtype, (*sizes, percent), [way]) for percent in percents]
 

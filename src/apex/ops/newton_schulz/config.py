@@ -42,7 +42,7 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-# Multiplications of a product from which on its matrices are loaded by descriptors: see `loads_by_descriptor`.
+# Products of at least this many multiplications load their matrices by descriptors: see `loads_by_descriptor`.
 DESCRIBED = 6e10
 
 
@@ -60,9 +60,9 @@ def tile(device: DeviceFacts, described: bool = False) -> Tile:
     """Return the tile of every product.
 
     On an H200, 12 products of 2048 x 8192 matrices take 0.79 ms, with 3 stages 0.81, with 4 warps 0.84, with 32 columns
-    at once 0.90; PyTorch's whole product takes 1.15. For matrices of 8192 x 2048, transposed, 3 stages take 1.18 of it.
+    at once 0.90; PyTorch's whole product takes 1.15. For transposed matrices, 8192 x 2048, 3 stages take 1.18 of it.
     With descriptors, two programs of 4 warps and 3 stages share a multiprocessor, and one computes while the other
-    stores: 128 x 256 tiles, of which only one fits, take 1.04 to 1.19 of their time.
+    stores. Tiles of 128 x 256, one per multiprocessor, take 1.04 to 1.19 of their time.
     """
     if described:
         return Tile(128, 64, 4, 3)

@@ -109,7 +109,7 @@ def _described_as(left: Tensor, right: Tensor) -> str | None:
 
 
 def normalized(matrices: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """Return the matrices divided by the larger of their Frobenius norm and `eps`, the quotients by the kernel."""
+    """Return the matrices divided by the larger of their Frobenius norm and `eps`; a kernel divides."""
     matrices = matrices.contiguous()
     norms = torch.linalg.vector_norm(matrices, dim=(1, 2), dtype=torch.float32)
     out = torch.empty_like(matrices, dtype=dtype)
@@ -121,7 +121,7 @@ def normalized(matrices: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
 
 
 def self_check(device: torch.device) -> float:
-    """Return the error of an iteration of both methods, as a multiple of its tolerance."""
+    """Return the larger error of the methods "standard" and "gram", as a multiple of the tolerance."""
     # Matrices of at most `SMALL` do not reach the kernel. Larger ones take half a minute on processors without float16.
     runs_kernel = _library.runs_triton(FAMILY, torch.empty(0, dtype=torch.float16, device=device))
     rows, columns = (config.SMALL + 8, config.SMALL + 40) if runs_kernel else (96, 128)

@@ -28,10 +28,10 @@ class Tile(NamedTuple):
 
 
 def joint_forward_tile(tokens: int, features: int, seeded: bool, device: DeviceFacts) -> Tile:
-    """Return 4096 elements of each of four frames, 16 bytes a thread in four accesses; wide, to write long stretches.
+    """Return a tile of 4096 elements in each of four frames; wide, so that programs write long stretches of memory.
 
-    With a seed, 512 elements of eight frames: a thread holds four random words for each of its elements. float16
-    16x300x60x512 in 78; with dropout in 167, of 1024 elements 183, of 2048 219.
+    With a seed the tile has 512 elements in eight frames, because a thread holds four random words per element. float16
+    16x300x60x512 in 78; with dropout in 167, with tiles of 1024 elements in 183, of 2048 in 219.
     """
     elements, per_thread = (512, 8) if seeded else (4096, 32)
     wide = min(1024, next_power_of_2(features))
@@ -40,7 +40,7 @@ def joint_forward_tile(tokens: int, features: int, seeded: bool, device: DeviceF
 
 
 def joint_backward_tile(tokens: int, features: int, element_size: int, device: DeviceFacts) -> Tile:
-    """Return all tokens, up to 128, so that the sum over them is complete, and 4096 elements; loads two tiles ahead.
+    """Return a tile of 4096 elements with all tokens, up to 128, whose sum is then complete; loads two tiles ahead.
 
     It has two warps, since fewer warps exchange less for that sum: float16 16x300x60x512 in 86, with a mask beside dh
     in 153; with four warps 133 and 158. Eight warps if rows do not start at multiples of 16 bytes: their elements are

@@ -1,7 +1,7 @@
 """Joint and loss of a transducer in PyTorch operators: the definition, and the implementation when no kernel runs.
 
 `op_joint.py` explains letters and layouts. The joint is differentiable; the loss is not, its derivative is written out.
-`options` are the settings of the schemas of `JOINT` and `LOSS`, behind their tensors, in that order.
+`options` are the arguments after the tensors in the schemas of the ops `JOINT` and `LOSS`.
 """
 
 from __future__ import annotations

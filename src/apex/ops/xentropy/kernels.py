@@ -112,10 +112,10 @@ def _slope(
     x, position, weights, label, log_sum, of_softmax, of_product, of_all, of_own, inner, outer,
     TRANSFORM: tl.constexpr, ENTROPY: tl.constexpr,
 ):  # fmt: skip
-    """Return the derivative of a row's loss.
+    """Return the derivative of a row's loss with respect to its logits x.
 
-    Over the transformed logits z and p = softmax(z) it is p * (of_softmax + of_product * z) + of_all + of_own for the
-    label, where weights multiply `of_all`. The transform's constant factor is part of these four.
+    With z = transform(x) and p = softmax(z) it is p * (of_softmax + of_product * z) + weights * of_all, plus of_own at
+    the label. These four coefficients include the transform's constant factor; the slope of tanh is multiplied here.
     """
     curve = 1.0
     if TRANSFORM >= 2:

@@ -1,1 +1,1 @@
-"""Colossal-AI's path of pipelines; `apex.transformer.pipeline_parallel` has the schedules."""
+"""Colossal-AI's names for pipeline schedules, which are in `apex.transformer.pipeline_parallel`."""

@@ -1,4 +1,4 @@
-"""Linear layers that tensor-parallel processes share, made from whole ones."""
+"""Linear layers divided among tensor-parallel processes, made from whole layers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _FromLinear:
 
     @classmethod
     def from_native_module(cls, module: nn.Linear, process_group: Any = None, **options: Any) -> Any:
-        """Return this process's part of a linear layer. All processes of the tensor-parallel group have the same one.
+        """Return this process's part of a linear layer, which must be equal in all tensor-parallel processes.
 
         `process_group` must be the tensor-parallel group of `HybridParallelPlugin` or None; a list holds one group.
         """

@@ -1,9 +1,9 @@
 """Timing of gradient reduction over replicas: once per step, in the backward pass that completes the gradients.
 
 Modules in torch's or apex's DistributedDataParallel do not reduce before the last backward pass of their chunk. The
-caller's context (`custom_sync_context_handler`), for example a ZeRO optimizer's `no_sync`, is held as long as the
-schedule documents. If it is the `no_sync` of such a module, the module still reduces in the last backward pass. A
-module whose `no_sync` was entered before the step does not reduce during the step.
+schedule's docstring says how long it holds the caller's context (`custom_sync_context_handler`), for example a ZeRO
+optimizer's `no_sync`. If the context is the `no_sync` of such a module, the module still reduces in the last backward
+pass. A module whose `no_sync` was entered before the step does not reduce during the step.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class PipelineGradientSync:
 def _reducing(module: nn.Module, output: Tensor | None) -> Iterator[None]:
     """Make a module reduce gradients in the backward pass inside, even if its `no_sync` is held."""
     if isinstance(module, DistributedDataParallel):
-        # Torch prepares the reduction in the forward pass. Here more backward passes followed, so prepare it now.
+        # Torch prepared it in a forward pass, but backward passes without reduction ran since: prepare it again.
         module.reducer.prepare_for_backward([output] if module.find_unused_parameters and output is not None else [])
         yield
     elif isinstance(module, ApexDistributedDataParallel):

@@ -89,7 +89,7 @@ class RingMemBuffer:
     def __init__(self, name: str, num_buffers: Count, numel: Index, dtype: torch.dtype, track_usage: bool) -> None:
         self.num_buffers = num_buffers
         names = [f"{name} {i}" for i in range(num_buffers)]
-        for each in names:  # all of them, before the first is allocated
+        for each in names:  # check all names before the first allocation
             assert each not in _buffers, f"name: memory buffer {each} already allocated."
         self.buffers = [allocate_mem_buff(each, numel, dtype, track_usage) for each in names]
         self._index = -1

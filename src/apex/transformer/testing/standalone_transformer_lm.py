@@ -269,7 +269,7 @@ class Embedding(nn.Module):
         return dropout(x, self.config.hidden_dropout, self.training, own=self.config.splits_sequence)
 
     def _check_rotated(self, input_ids: Tensor, position_ids: Tensor, packed: PackedSeqParams | None) -> None:
-        """Raise a ValueError if positions, which rotations do not read, are others than those of the rotations."""
+        """Raise a ValueError if `position_ids` differ from the positions of the rotations, which ignore them."""
         if not at_hand(position_ids):
             return
         places = positions_of(input_ids.shape[1], packed, position_ids.device)

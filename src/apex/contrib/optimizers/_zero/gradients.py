@@ -1,10 +1,10 @@
 """Reduction of gradients over all processes, bucket by bucket, while backward passes go on.
 
-A round sends every bucket of every arena once, in the same order in all processes: in the first round the order of the
-layout, later the order in which the first round completed them. A backward pass is a round. At its end, buckets that
-lack gradients are sent with zeros instead. A process does not wait for others before that, because another process may
-still be in a collective of its own that waits for this one. Sums of several rounds are added. Gradients that are
-accumulated before they are sent are added in the dtype of `grad_sync_dtype`.
+A round sends every bucket of every arena once, in the same order in all processes: the first round in the order of the
+layout, later rounds in the order of completion in the first. A backward pass is a round. At its end, buckets that
+lack gradients are sent with zeros instead. Until then no process waits for another, because the other process may
+itself be waiting for this one in another collective. Sums of several rounds are added. Gradients that are accumulated
+before they are sent are added in the dtype `grad_sync_dtype`.
 
 With one process nothing is sent or copied: `local` returns the gradients themselves.
 """

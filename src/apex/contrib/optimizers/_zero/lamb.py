@@ -2,8 +2,8 @@
 
 Gradients stay in `param.grad`. A round copies every gradient once to a flat buffer and sends every bucket of the buffer
 once. A gradient that is missing when the round ends counts as zeros. With `overlap` the first round counts how often
-each gradient is added to, and notes the order in which buckets become complete. Later rounds send buckets in the order
-of process 0 while the backward pass goes on.
+each gradient is added to, and notes when each bucket becomes complete. Later rounds send buckets in the order of
+process 0 while the backward pass goes on.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class LambReducer(ShardReducer):
 
     def _start_round(self) -> None:
         super()._start_round()
-        # Whether gradients have been cleared, so that the next ones belong to another round.
+        # Whether gradients have been cleared: further gradients then belong to the next round.
         self._cleared = False
-        # How often gradients have been added to.
+        # How often each gradient has been added to in this round, by (arena index, index).
         self._arrivals: Counter[tuple[int, int]] = Counter()
         # Whether the buffer holds all gradients already, and the factor that they are multiplied by when sent.
         self._is_filled = False
@@ -119,7 +119,7 @@ class LambReducer(ShardReducer):
 
     @torch.no_grad()
     def complete_clipped(self, limit: Tensor | float | None, *, fused_norm: bool, fused_scale: bool) -> None:
-        """Complete a round after clipping this process's gradients to the norm `limit`; `norm` is the one before."""
+        """Complete a round after clipping this process's gradients to the norm `limit`; `norm` is the unclipped one."""
         self._take_remaining()
         self.norm = self._copy_and_measure(fused_norm)
         factor = None
@@ -180,7 +180,7 @@ class LambReducer(ShardReducer):
         """Do nothing: the collective has written the mean to the memory that `_mean` returns."""
 
     def stay_in_place(self, arena: Arena) -> bool:
-        """Return True: `of_units` returns the same tensors at every step."""
+        """Return True: `of_units` returns views of the same buffer at every step."""
         return True
 
     def of_units(self, arena: Arena, units: Sequence[Piece]) -> list[Tensor]:
@@ -217,7 +217,7 @@ class Masters(Stored):
         if self._bytes is None:
             super().connect()
             return
-        # Received values have another dtype than the buffer that the parameters may be views of.
+        # A buffer that the parameters are views of cannot receive 8-bit floats: it has the parameters' dtype.
         self.arena.parameter_buffer = None
         self._outgoing = None
         self.arena.outgoing = self.arena.shards(self._bytes)

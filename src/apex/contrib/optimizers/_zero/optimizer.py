@@ -141,7 +141,7 @@ class ZeroOptimizer(ShardedOptimizer):
         self._share_params()
 
     def _group_defaults(self, defaults: dict[str, Any]) -> dict[str, Any]:
-        """Return the default options of parameter groups, made of Adam's."""
+        """Return the default options of parameter groups, made from Adam's options."""
         return defaults
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -170,7 +170,7 @@ class ZeroOptimizer(ShardedOptimizer):
         """Make the state of parameters that have none, in this order, in new buckets.
 
         Without `params` state is made for all parameters that require gradients, the last ones first, because their
-        gradients arrive first. The optimizer does this when it first needs state. All processes must call it alike.
+        gradients arrive first. The optimizer does this when it first needs state. All processes must make equal calls.
         """
         self._init(params, Dtypes(*self._or_default(dtype, grad_sync_dtype, param_sync_dtype)), self.bucket_cap_mb)
 
@@ -379,7 +379,7 @@ class ZeroOptimizer(ShardedOptimizer):
 
     @property
     def _has_state(self) -> bool:
-        """Return whether state has been made; it is for the dtypes that parameters had then."""
+        """Return whether state has been made, for the dtypes that the parameters had at that time."""
         return bool(self._locations)
 
     def _set_loss_scale(self, scale: Tensor) -> None:
@@ -437,7 +437,7 @@ class ZeroOptimizer(ShardedOptimizer):
                 self._parameters.synchronize()
 
     def _update_arena(self, state: Any, step: Any, noop: Tensor | None, scale: Tensor | None) -> None:
-        """Update the parameters of an arena; arguments are `_update`'s."""
+        """Update the parameters of an arena: call `_update` with the lists of each parameter group."""
 
         def update(number: int, lists: Lists) -> None:
             self._update(self.param_groups[number], lists, step, noop, scale)

@@ -45,7 +45,7 @@ class ParameterSync:
         self._targets: dict[_Key, ParameterViews] = {}
 
     def add(self, arena: Arena) -> None:
-        """Add an arena."""
+        """Add an arena whose parameters will be exchanged."""
         if self.contiguous:
             self.make_buffer(arena)
         for number, pieces in enumerate(arena.layout.pieces):

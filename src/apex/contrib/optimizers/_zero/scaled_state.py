@@ -80,14 +80,14 @@ class _ScaledShard:
 
 
 def _twice(factors: Tensor) -> Tensor:
-    """Return one number per tensor in both columns of a rule's `whole` argument."""
+    """Return the `whole` argument of an update rule, [tensors, 2]: each tensor's factor in both columns."""
     return torch.stack((factors, factors), 1)
 
 
 class ScaledState:
-    """An `ArenaState` in half precision, with `scales`, float32 [pieces, 1 + names]; column 0 is for the weights.
+    """An `ArenaState` in half precision; `names` are the kinds of state beside the weights, such as moments.
 
-    It keeps working memory: a float32 shard of the largest bucket for the weights and each name.
+    `scales`, float32 [pieces, 1 + number of names], has the weights first. Each column has a float32 shard to work in.
     """
 
     def __init__(self, arena: Arena, names: Sequence[str]) -> None:

@@ -19,7 +19,7 @@ from .optimizer import ZeroOptimizer
 
 @contextlib.contextmanager
 def _disable_pre_forward_hook(param: Tensor) -> Iterator[None]:
-    """Keep tensor functions inside from waiting for the values of parameters that are under way."""
+    """Keep tensor functions inside the block from waiting for parameters that are being received."""
     with torch._C.DisableTorchFunctionSubclass():
         yield
 
@@ -57,7 +57,7 @@ class _Works:
 
 @contextlib.contextmanager
 def _coalescing_manager(group: Any = None, device: Any = None, async_ops: Any = False) -> Iterator[_Works]:
-    """Yield an object that collects collectives and, unless `async_ops`, wait for them at the end.
+    """Yield an object that collects collectives; wait for them at the end if `async_ops` is False.
 
     Collectives inside are sent one by one: PyTorch's manager of this name works on NCCL only. Older clients pass a list
     as `async_ops`, collect collectives in it and wait for them themselves.
@@ -88,7 +88,7 @@ class SubclassableOptimizer(ZeroOptimizer):
 
     @functools.cached_property
     def _param_buffers(self) -> dict[Any, Tensor]:
-        """Return buffers that a subclass has made parameters views of; nothing here reads them."""
+        """Return the buffers of parameters that a subclass keeps in this dict; this package does not read them."""
         return {}
 
     @functools.cached_property
