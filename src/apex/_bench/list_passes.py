@@ -30,7 +30,7 @@ def _measuring(norm: Callable[[list[Tensor]], Tensor]) -> Maker:
 
 
 def _scaling(start: Callable[[list[Tensor], Tensor], Callable[[], object]]) -> Maker:
-    """Return a maker from `start(grads, flag)`, which makes a step that scales by FACTOR and flags non-finite ones."""
+    """Return a function that prepares a step: `start` returns one that scales by FACTOR and flags non-finite ones."""
 
     def make(params: list[nn.Parameter]) -> Running:
         grads = gradients(params)
@@ -65,7 +65,7 @@ def _foreach_scaling(grads: list[Tensor], flag: Tensor) -> Callable[[], object]:
 
 
 def _clipping(clip: Callable[..., Tensor]) -> Maker:
-    """Return a maker of steps that clip to a smaller norm at every call, so that there is always something to clip."""
+    """Return a function that prepares a step, which clips to a smaller norm at every call to have something to clip."""
 
     def make(params: list[nn.Parameter]) -> Running:
         limit, found = math.sqrt(sum(float(grad.double().square().sum()) for grad in gradients(params))), list[Tensor]()

@@ -100,7 +100,7 @@ def prepared_steps(
     dtypes: Sequence[torch.dtype],
     slack: float = 0.0,
 ) -> Prepared:
-    """Prepare a case of optimizers, checked on some parameters and timed on others, which all of them share and change.
+    """Prepare a case of optimizers, checked on some parameters and timed on others, which all implementations share.
 
     `exact` is the optimizer in float64, which may have one list of results for all; `dtypes` are the lists' dtypes.
     `slack` is an absolute error allowed beyond the tolerance.

@@ -1,4 +1,4 @@
-"""The choice of benchmark cases: every family that there is, and the cases of the wanted ones."""
+"""The choice of benchmark cases: all families, and the cases of the requested families."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ CPU_ELEMENTS, GPU_ELEMENTS = 1 << 12, 1 << 26  # largest number of elements of a
 TIMES = {"gpu": "on the GPU", "events": "between events"}
 
 # A record of one direction of a case: microseconds by implementation in "gpu" and "events", our time over the best of
-# PyTorch's in "gpu_ratio" and "events_ratio", and in "error" the fault of ours, or None.
+# PyTorch's in "gpu_ratio" and "events_ratio", and in "error" our op's fault, or None.
 Row = dict[str, Any]
 
 
@@ -63,7 +63,7 @@ def sweep_families(names: str) -> list[str]:
 def drawn_cases(
     families: Sequence[str], cases: int, seed: int, device: torch.device, words: str | None = None
 ) -> Iterator[tuple[str, str, Callable[[], Passes]]]:
-    """Yield family, name and maker of each case, which depend only on the seed, the family and the case's number.
+    """Yield family, name and maker of each case. They depend only on the seed, the family and the case's number.
 
     `words` keeps the cases whose name contains all of them.
     """

@@ -11,6 +11,6 @@ WRAPPERS: WeakSet[nn.Module] = WeakSet()
 
 
 def holds_any(params: Iterable[Tensor]) -> bool:
-    """Return whether a parameter of such a wrapper is among `params`."""
+    """Return whether one of `params` belongs to a wrapper whose last backward pass was inside of `no_sync`."""
     own = {id(param) for wrapper in WRAPPERS for param in wrapper.parameters()}
     return any(id(param) in own for param in params)

@@ -50,7 +50,7 @@ def state_bytes() -> list[StateBytes]:
 
 
 def _counted(name: str, options: dict[str, Any]) -> StateBytes:
-    """Take one step with a small matrix, and count the elements of its state; numbers of the whole matrix are not."""
+    """Take one step with a small matrix, and count its state, except single numbers such as a step count."""
     param = nn.Parameter(torch.zeros(64, 64, dtype=torch.bfloat16, device=HOST))
     param.grad = torch.zeros_like(param)
     optimizer = getattr(optimizers, name)([param], lr=1e-3, **options)

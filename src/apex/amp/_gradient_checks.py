@@ -19,7 +19,7 @@ def check_reduced(stashes: list[AmpOptimizerState]) -> None:
 
 
 def check_gradients(stash: AmpOptimizerState) -> None:
-    """Raise an error if gradients are scaled, if masters lack those that the model has, or if combined ones moved."""
+    """Raise an error if gradients are scaled, if masters lack gradients of the model, or if combined ones moved."""
     if stash.params_have_scaled_gradients:
         raise RuntimeError(
             "optimizer.step() finds gradients that are still scaled, because of delay_unscale=True: let the last "

@@ -263,7 +263,7 @@ class LossScaler:
         a: float,
         b: float,
     ) -> None:
-        """Compute `master_grads[i] = a * model_grads[i] + b * stashed_master_grads[i]`; note overflow of the first."""
+        """Set `master_grads[i] = a * model_grads[i] + b * stashed_master_grads[i]`; note overflow of `model_grads`."""
         flag = self._found_inf_on(model_grads)
         axpby(model_grads, stashed_master_grads, master_grads, a, b, overflow=flag, checks="x")
         self.add_found_inf(flag)

@@ -37,7 +37,7 @@ class CompiledModel:
     """
 
     def __init__(self, model: nn.Module, options: dict[str, Any], dtype: torch.dtype | None = None) -> None:
-        """`dtype` is the one of the model's precision; it becomes part of the key of compiled code in caches."""
+        """Store the options. `dtype`, the precision's dtype, becomes part of the key of compiled code in caches."""
         self.name = type(model).__name__.removeprefix("Fused")
         self._model, self._options, self._dtype = model, options, dtype
         self._call: Callable[..., Any] | None = None

@@ -131,10 +131,10 @@ def load_sharded(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
     """Fill the tensors of `state` from a folder of `save_sharded`, written by any number of processes.
 
     All processes call it. All of them raise `FileNotFoundError` if the folder is missing, and `DamagedCheckpoint` if it
-    is damaged or its metadata has anything else than metadata. Nothing in it is executed: values that are not tensors
+    is damaged or its metadata has any other content. Nothing in it is executed: values that are not tensors
     must be readable by `torch.load(weights_only=True)`. Raises a RuntimeError if they are not, or if `state` does not
-    fit: other shapes, an integer tensor for floating-point numbers, or an optimizer that has no state yet which the
-    saved one could be read into. All errors come before `state` is changed.
+    fit: other shapes, an integer tensor for floating-point numbers, or an optimizer that has no state to read the
+    saved state into. All errors come before `state` is changed.
     """
     check_state(state)
     with open_checked(path) as reader:

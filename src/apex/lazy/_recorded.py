@@ -104,7 +104,7 @@ class Operation:
     def run(self, storages: dict[State, torch.UntypedStorage], uses: Counter[State]) -> None:
         """Run the operation; take its arguments from `storages`, and put its results there.
 
-        `uses` counts how often the states are needed still. The last operation that needs a storage may change it.
+        `uses` counts how often each state is still needed. The last operation that needs a storage may change it.
         """
         views = {index: leaf for index, leaf in enumerate(self.leaves) if isinstance(leaf, View)}
         uses.subtract(leaf.state for leaf in views.values())
@@ -126,7 +126,7 @@ class Operation:
 
 
 class Randomness:
-    """The state of the random generator that an operation draws from, before it does."""
+    """The state of the random generator before an operation draws from it."""
 
     def __init__(self, leaves: list[Any], device: torch.device) -> None:
         own = next((leaf for leaf in leaves if isinstance(leaf, torch.Generator)), None)
@@ -141,7 +141,7 @@ class Randomness:
 
     @contextlib.contextmanager
     def repeated(self) -> Iterator[None]:
-        """Draw the same numbers again inside; generators are as before afterwards."""
+        """Draw the same numbers again inside; restore the generators afterwards."""
         now = self._read()
         self._write(self.state)
         try:

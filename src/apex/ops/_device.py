@@ -80,7 +80,7 @@ def empty_on(device: torch.device) -> Callable[[tuple[int, ...], tuple[int, ...]
 
 
 def _empty(device: torch.device, sizes: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Allocate as the function for the current GPU does, with its refusal, so that tests without a GPU see it."""
+    """Allocate like the function for the current GPU, which refuses torch.Size: tests without a GPU must see that."""
     if type(sizes) is not tuple or type(strides) is not tuple:
         raise TypeError(f"sizes and strides must be tuples, got {type(sizes).__name__} and {type(strides).__name__}")
     return torch.empty_strided(sizes, strides, dtype=dtype, device=device)
@@ -173,7 +173,7 @@ def pretend(other: DeviceFacts) -> Iterator[None]:
 def on_stream(stream: Any) -> Iterator[None]:
     """Queue the work inside this context on `stream`, after work queued on the current stream.
 
-    None is the current stream.
+    If it is None, the work stays on the current stream.
     """
     if stream is None:
         yield

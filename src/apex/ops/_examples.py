@@ -58,7 +58,7 @@ CHECKED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 KNOWN_LENGTHS = (7000, 3000, 1160, 1544, 5120, 12288)  # row lengths that were slow once or that are common
 LAYOUTS = ("sliced", "oddly sliced", "offset", "transposed")
 FORWARD_AND_BACKWARD = ("fwd", "bwd")
-USUAL_ELEMENTS = 1 << 26  # elements of a call whose number of heads, or batches, a launch rule's question leaves open
+USUAL_ELEMENTS = 1 << 26  # of a call, if the rule's arguments do not fix its heads or batches
 
 
 class Row(NamedTuple):
@@ -129,8 +129,8 @@ class Example:
       does not know it.
     - `usual` are the sizes that `apex build` takes if the user names none; default: the first row for a GPU.
     - `extensions` are the names of upstream's compiled extensions with this op, for `APEX_BUILD_<NAME>=1`.
-    - `asks` maps a launch rule that `apex tune` can vary to a function from the rule's arguments to the sizes at which
-      this call asks the rule that, or None.
+    - `asks` maps a launch rule that `apex tune` can vary to a function: for arguments of the rule it returns sizes of
+      this example at which the call passes these arguments to the rule, or None.
     - `accepts_integers` names tensors that may hold integers although the example gives floats.
     """
 
@@ -167,7 +167,7 @@ class Example:
 
     @property
     def typical(self) -> Sizes:
-        """Sizes of a real model."""
+        """Return the sizes of a real model."""
         rows = [row.sizes for row in self.listed if row.device == "cuda"]
         return (self.usual or (rows or self.small)[0])[: len(self.sizes.split(" x "))]
 
@@ -384,7 +384,7 @@ def all_examples() -> dict[str, list[Example]]:
 
 
 def by_name() -> Iterator[tuple[str, Example]]:
-    """Yield name and example of all families."""
+    """Yield the name of every example of all families, and the example."""
     for examples in all_examples().values():
         for example in examples:
             yield example.name, example

@@ -17,7 +17,7 @@ from ._staging import wait_for_copies
 
 
 class CudaGraphs:
-    """Captures functions on one device: on one stream, with one memory pool for all graphs that are alive."""
+    """A recorder of functions on one device: on one stream, with one memory pool for all graphs that are alive."""
 
     # Shared by all captures, because libraries allocate workspaces for each stream and never free them.
     _streams: ClassVar[dict[torch.device, torch.cuda.Stream]] = {}

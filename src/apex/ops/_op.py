@@ -425,7 +425,7 @@ def laid_out_like(model: Tensor, tensor: Tensor) -> Tensor:
 
 
 def _real(results: Sequence[Tensor | None], like: Tensor, kept: Sequence[int]) -> Any:
-    """Return results in the form of an operator's: contiguous except at `kept`, with an empty tensor for None."""
+    """Return results as an operator may return them: contiguous except at the indices `kept`, empty for None."""
     real = [
         like.new_empty(0) if result is None else result if place in kept else result.contiguous()
         for place, result in enumerate(results)

@@ -42,9 +42,9 @@ def torchrun(arguments: Sequence[str]) -> int:
 def first_failure(failures: Mapping[int, Any]) -> tuple[int, Any]:
     """Return the rank that failed first, and its failure.
 
-    A process that was killed by a signal comes before those that raised an error, which is most often about it: it
-    leaves no record, so that torchrun only knows when it was found to be gone. SIGTERM does not count, which torchrun
-    sends to the other processes.
+    A process that was killed by a signal comes before processes that raised errors, which are most often about its
+    loss: it leaves no record, and torchrun only knows when it was found to be gone. SIGTERM does not count, because
+    torchrun sends it to the other processes.
     """
 
     def order(rank: int) -> tuple[bool, int]:

@@ -74,7 +74,7 @@ def remove_reparameterization(
 
     `name` is the name that the weight has in the module whose forward pass computes it: with `hook_child` the module
     that holds the weight, so that the name has no dots. `remove_all` removes all weights of this one module. Without
-    both, all weights of the module and of the modules inside it.
+    both, all weights of the module and of the modules inside it are removed.
     """
     if not name and not remove_all:
         for each in module.modules():

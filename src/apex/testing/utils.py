@@ -38,7 +38,7 @@ def rerun_on_exception(
 ) -> Decorator:
     """Return a decorator that calls a function again after an exception, up to `max_try` times (None: without end).
 
-    With `pattern` only if a line of the exception's message matches it.
+    If `pattern` is given, a line of the exception's message must match it.
     """
     if max_try is not None and (not isinstance(max_try, int) or max_try < 1):
         raise ValueError(f"max_try={max_try!r} must be an integer of at least 1, or None")

@@ -39,8 +39,8 @@ def finalize_model_grads(model: nn.Module | Sequence[nn.Module], *, data_paralle
     without gradient_accumulation_fusion left a `grad`, it is added to `main_grad`. Afterwards `grad` is `main_grad` if
     that has the parameter's dtype, for optimizers that only read `grad`. Modules in torch's or apex's
     DistributedDataParallel have already averaged `grad` over replicas, so it is not averaged again. With
-    `data_parallel=False` nothing is averaged, for optimizers that do it themselves (ZeRO). Both leave experts out, so
-    experts are always reduced here. Every process must call this function.
+    `data_parallel=False` nothing is averaged, for optimizers that do it themselves (ZeRO). DDP and ZeRO leave
+    experts out, so experts are always reduced here. Every process must call this function.
     """
     chunks: list[nn.Module] = [model] if isinstance(model, nn.Module) else list(model)
     for chunk in chunks:

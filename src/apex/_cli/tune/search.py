@@ -19,7 +19,7 @@ from ...ops._tuned import TUNABLE, Changes, Question, noting, trying
 from ..build.calls import _run_op
 from .replay import replay_of
 
-# How much quicker a configuration must be, and how much quicker at first sight to be timed again.
+# The speed-up that a configuration must have, and the first measured speed-up for which it is timed again.
 GAIN, PROMISE = 1.03, 1.02
 # Turns that time the rule's answer and a candidate to decide, and calls in each turn.
 ROUNDS, CALLS_PER_ROUND = 5, 10
@@ -137,7 +137,7 @@ class Search:
             with self.trying(changes):
                 results, again = replay.call.results(), replay.call.results()
             error = replay.call.worst_excess(results)
-            # Random numbers may cancel further than the tolerance allows for; then not further than the rule's launch.
+            # Random sums may cancel to less than the tolerance assumes: allow the error of the rule's own launch, too.
             if error > 1:
                 with self.trying({}):
                     error /= max(1.0, replay.call.worst_excess(replay.call.results()))

@@ -89,7 +89,7 @@ class _Pairs:
         return self.chosen_score / chosen - self.rejected_score / rejected
 
     def smoothed(self, margin: Tensor) -> Tensor:
-        """Return the logistic loss if a share of the preferences is the wrong way round."""
+        """Return the logistic loss, assuming that a share of the preferences is reversed."""
         wrong = self.smoothing
         return -(1 - wrong) * logsigmoid(self.beta * margin) - wrong * logsigmoid(-self.beta * margin)
 
@@ -180,7 +180,7 @@ def dpo_loss(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the mean DPO loss over pairs, and the rewards of chosen and rejected sequences, detached.
 
-    Log-probabilities are sums over the tokens of a sequence, [B]; without a reference model its are zero. Several loss
+    Log-probabilities are sums over the tokens of a sequence, [B]; without a reference model they are 0. Several loss
     types are added with their weights. "ipo" and "sigmoid_norm" need the numbers of tokens, "sft" the mean loss of the
     chosen tokens. `pair_weights` [B] multiply the losses, as the products of `wpo_weights` do.
     """

@@ -217,7 +217,7 @@ class DistributedFusedLAMB(ShardedOptimizer):
         """Do nothing; clients may call this after the first backward pass."""
 
     def set_is_accumulation_step(self, is_accumulation_step: bool) -> None:
-        """Let the next backward passes only add to gradients, or send again; set False before a step's last pass."""
+        """Make the next backward passes only add to gradients, if True; pass False before a step's last pass."""
         self._is_accumulation_step = is_accumulation_step
 
     def set_last_step(self, last_step: bool) -> None:

@@ -74,7 +74,7 @@ class Permutation:
 
     @classmethod
     def get_permutation_stats(cls) -> tuple[list[str], list[str], list[str]]:
-        """Return names of parameters by what happened: input channels permuted, output channels permuted, missed."""
+        """Return three lists of parameters' names: input channels permuted, output channels permuted, missed."""
         return cls.__stats
 
     @classmethod

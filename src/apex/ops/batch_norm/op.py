@@ -1,6 +1,6 @@
 """`batch_norm` with its forward and backward passes and its autograd Function.
 
-Local norms call these without an `exchange`; SyncBatchNorm and the group norms pass the one of their process group. No
+Local norms pass no `exchange` to these functions; SyncBatchNorm and the group norms pass their process group's. No
 `Op` declares the norm: it changes running statistics, ranks exchange sums between its passes, and in a compiled graph
 only statistics and gradients are operators, so that Inductor fuses the normalisation with its neighbours.
 """
@@ -202,7 +202,7 @@ def check(input: Tensor, running: Channels, z: Tensor | None, spec: BatchNormSpe
             or each.shape != (channels,)
             or each.device != device
             or each.dtype not in _library.TRITON_DTYPES
-        ):  # possibly wrong: find out which parameter is
+        ):  # a parameter may be wrong: find out which
             check_parameters(
                 input, (channels,), weight=weight, bias=bias, running_mean=running_mean, running_var=running_var
             )

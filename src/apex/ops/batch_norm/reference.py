@@ -305,9 +305,9 @@ def is_misaligned(values: Tensor) -> bool:
 def keeps_float32(values: Tensor, training: bool) -> bool:
     """Return whether PyTorch's batch norm of [N, C, ...] computes all of its gradients in float32, if they are wanted.
 
-    On a GPU it does for channels-last images and if cuDNN takes them, which is in training and not for contiguous
-    bfloat16; otherwise it rounds to half precision between the steps of the backward pass. On a CPU it rounds too
-    unless input and gradient are contiguous: a caller that may want gradients there must pass float32.
+    On a GPU this holds for channels-last images, and in training (cuDNN) for others except bfloat16. Otherwise
+    it rounds to half precision between the steps of the backward pass. On a CPU it rounds too unless input and gradient
+    are contiguous: a caller that may want gradients there must pass float32.
     """
     if values.element_size() > 2 or not values.is_cuda:
         return True

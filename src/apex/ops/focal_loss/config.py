@@ -14,6 +14,6 @@ PROGRAMS_PER_MULTIPROCESSOR = 32
 def vector(element_size: int, want_loss: bool) -> int:
     """Return how many neighbouring elements share a target, if that number divides the classes.
 
-    They are 16 bytes. For the loss they are 8 elements in float32 too, where 4 are no faster.
+    The elements take 16 bytes. The loss takes 8 elements in float32 too, because 4 are no faster.
     """
     return 8 if want_loss else 16 // element_size

@@ -1,8 +1,8 @@
 """Focal loss of a dense detector's classes: the sum over anchors and classes, divided by the number of positives.
 
 Letters: A anchors, C classes; the first `classes` are real and the others padding. The backward pass computes the
-gradient from the logits. Upstream computes the gradient along with the loss and keeps it, which reads and writes the
-size of the logits four times in all, this three times.
+gradient from the logits. Upstream computes the gradient along with the loss and keeps it: four passes over memory of
+the logits' size, against three here.
 """
 
 from __future__ import annotations

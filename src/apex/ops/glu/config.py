@@ -31,15 +31,15 @@ def _tile(width: int, rows: int, elements: int, per_thread: int, device: DeviceF
 def forward_tile(rows: int, width: int, element_size: int, device: DeviceFacts) -> Tile:
     """Return the forward tile: one row of 1024 columns, or of 512 if only that divides the width.
 
-    It takes 251.6, as without bias; two rows take 276, 2048 columns 257, 4096 columns 284. bfloat16 8192x11264, whose
-    rows are cut into 512 columns, takes 70.0; with two rows 73.2.
+    It takes 251.6 with or without a bias; two rows take 276, 2048 columns 257, 4096 columns 284. bfloat16 8192x11264,
+    whose rows are cut into 512 columns, takes 70.0; with two rows 73.2.
     """
     return _tile(width, rows, 512 if width > 256 else 1024, 8, device)
 
 
 @tunable(lambda tile: ("rows", "block", "num_warps", "num_stages"))
 def backward_tile(rows: int, width: int, element_size: int, bias_grad: bool, device: DeviceFacts) -> Tile:
-    """Return the backward tile. Without a bias's gradient it takes 420, and as long with other tiles.
+    """Return the backward tile. Without a bias's gradient every tile takes 420.
 
     With a bias's gradient, two programs per multiprocessor that load two tiles of two rows ahead take 439, of four rows
     456; 8192x11264 take 122 with 2048 elements in a tile and 131 with 4096, 4096x28672 152 and 160. Four programs that

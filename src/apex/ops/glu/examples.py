@@ -16,7 +16,7 @@ _GPU = [Row("cuda", _BF16, (16384, 22016)), Row("cuda", _F32, (8192, 22016))]
 _STEPS = [Row("cuda", _BF16, sizes, ["step"]) for sizes in ((128, 2048), (1024, 8192))]
 _CPU = [Row("cpu", dtype, (512, 4096)) for dtype in (_F32, _BF16)]
 
-# Masks and none, one element, one tile and several, more rows than programs.
+# With and without masks, one element, one tile, several tiles, more rows than programs.
 _SMALL = [(12, 200), (5, 74), (1, 2), (4, 2048), (3, 2100), (90, 30), (256, 16)]
 
 # Name of the example, title of its rows, activation, with a bias, rows of `apex bench`, public function.

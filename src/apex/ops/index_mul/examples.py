@@ -14,7 +14,7 @@ _BF16, _F32 = torch.bfloat16, torch.float32
 
 
 def _arguments(make: Make, count: int, columns: int, rows: int = 0) -> dict[str, Any]:
-    """Return `count` rows of in2 and as many indices into `rows` rows of in1, by default as many."""
+    """Return in1 with `rows` rows (0: `count`), in2 with `count` rows, and `count` indices."""
     rows = rows or count
     return {
         "in1": make.normal(rows, columns),

@@ -1,4 +1,4 @@
-"""Triton kernels of the forward pass and of the input's gradient. `kernels_common` has the letters."""
+"""Triton kernels of the forward pass and of the input's gradient. `kernels_common` explains the letters."""
 
 import triton
 import triton.language as tl
@@ -18,7 +18,7 @@ def moe_gate_up(
 ):  # fmt: skip
     """Gather tokens, multiply them by their expert's matrix, apply the gated unit: ROWS x COLUMNS of `active`.
 
-    Stores the values before the unit, too, rounded. The unit takes the rounded values, as the backward pass does.
+    Also stores the values before the unit, rounded. The unit takes the rounded values, as the backward pass does.
     """
     hidden = hidden // ALIGN * ALIGN
     width = width // ALIGN * ALIGN

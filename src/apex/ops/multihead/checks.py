@@ -18,7 +18,7 @@ def check_dropout(dropout: float) -> None:
 
 
 def check_attention(inputs: Sequence[Tensor], weights: Sequence[Tensor], heads: int, dropout: float) -> None:
-    """Raise for shapes that do not fit: of one input or of query and key, and of the input and output weights."""
+    """Raise if the shapes of inputs (one, or query and key), input weights and output weights do not fit together."""
     # The lists have equal lengths: torch.compile of PyTorch 2.9 takes every zip for a strict one.
     for name, tensor in zip(("query", "key")[: len(inputs)], inputs, strict=True):
         if tensor.dim() != 3:

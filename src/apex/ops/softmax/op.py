@@ -54,8 +54,8 @@ def _narrowed(mask: Tensor | None, input: Tensor) -> Tensor | None:
 def _is_native(input: Tensor, scale: float) -> bool:
     """Return whether PyTorch's operator, which has neither scale nor mask, computes the same more quickly on a GPU.
 
-    It does for a small input, where the host is the limit: two operators are quicker than our autograd node (29 and
-    38 us on an H200's host), but not than a kernel launch without one. Half precision must not round the product.
+    This holds for a small input, if the host is the limit: two operators are quicker than our autograd node (29 and
+    38 us on an H200's host), but slower than a launch without autograd. Half precision must not round the product.
     """
     if torch._C._is_any_autocast_enabled() or not input.is_cuda or _library.requested != "auto":
         return False  # autocast would make the result float32
@@ -103,8 +103,8 @@ def _check_mask(input: Tensor, mask: Tensor) -> None:
 def draw_noise(input: Tensor, spec: SoftmaxSpec) -> Tensor | None:
     """Return the noise that decides which elements are dropped, from the default generator of the input's device.
 
-    None without dropout. If kernels run, one int64: the seed of a Philox stream, which both passes draw the same
-    numbers from, so that no mask is stored. Otherwise a bool per element, True if it is kept.
+    The noise is None without dropout. If kernels run it is one int64, the seed of a Philox stream: both passes draw the
+    same numbers from it, so that no mask is stored. Otherwise it is a bool per element, True if the element is kept.
     """
     if not spec.dropout:
         return None
@@ -156,7 +156,7 @@ def keep_mask(noise: Tensor, probabilities: Tensor, spec: SoftmaxSpec) -> Tensor
     """Return one uint8 per element: 1 if `noise` keeps it, 0 if it drops it."""
     if noise.dtype != torch.int64:
         return (noise != 0).to(torch.uint8)
-    # Among equal probabilities, exactly the kept ones are not zero.
+    # The softmax of zeros has no zeros, so that dropout alone makes elements zero.
     equal = torch.zeros(probabilities.shape, dtype=torch.bfloat16, device=probabilities.device)
     return (softmax_forward(equal, None, SoftmaxSpec(dropout=spec.dropout), noise)[0] != 0).to(torch.uint8)
 

@@ -113,6 +113,6 @@ def walk_tile(tokens: int, device: DeviceFacts) -> tuple[int, int]:
 
 
 def shares_tile(tokens: int) -> tuple[int, int]:
-    """Return a tile of 512 nodes: its neighbouring diagonals, and nodes of each; whole diagonals if these are short."""
+    """Return the sizes of a tile of 512 nodes: diagonals, and nodes of each; whole diagonals if these are short."""
     columns = min(512, next_power_of_2(tokens))
     return 512 // columns, columns

@@ -25,7 +25,7 @@ def _lengths(batches: int, longest: int, full: bool) -> list[int]:
 
 
 def _packing(make: Make, frames: list[int], tokens: list[int]) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Return lengths along both, the ends of the packed sequences and the number of their rows."""
+    """Return lengths in frames and in tokens, the ends of the packed sequences and the number of their rows."""
     both = [make.tensor(each, torch.int32) for each in (frames, tokens)]
     ends = torch.cumsum(both[0] * both[1], 0, dtype=torch.int64)
     return *both, ends, sum(f * t for f, t in zip(frames, tokens, strict=True))  # type: ignore[return-value]

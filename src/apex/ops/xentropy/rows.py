@@ -143,7 +143,7 @@ def _join(whole: Tensor, names: Sequence[str], ignored: Tensor, table: Tensor) -
     """Join the statistics of all ranks, [ranks, names, rows]."""
     rows = dict(zip(names, whole.unbind(1), strict=False))
     lse = torch.logsumexp(rows["lse"], 0)
-    log_share = rows["lse"] - lse  # of a rank's classes in all exponentials
+    log_share = rows["lse"] - lse  # log of the share of a rank's classes in the sum of exponentials
     share = log_share.exp()
     for index, name in enumerate(names):
         if name == "lse":

@@ -117,7 +117,7 @@ class Groups:
         return self.size == 1
 
     def of_experts(self, group: Any) -> Groups:
-        """Return the groups of experts, which the processes of `group` hold alike; None for no such experts."""
+        """Return the groups for experts that all processes of `group` hold; None if there are no experts."""
         return self if group is None or self.is_one else _OfExperts(group)
 
 
@@ -130,7 +130,7 @@ class _OfExperts(Groups):
 def processes_that_divide(asked: int, world: int, on_machine: int) -> int:
     """Return how many processes divide the state.
 
-    `asked` = 0 stands for the processes of a machine (`on_machine`), or for all if they are no multiple of it.
+    `asked` = 0 means `on_machine`, the processes of a machine, or all if their number is no multiple of that.
     """
     if asked > 0:
         if world % asked:
@@ -152,7 +152,7 @@ def processes_of_machine(param: torch.Tensor, from_launcher: int | None) -> int:
 def machine_groups(
     size: int, *, full: bool, scatters: int, reduces: int, gathers: int, channels: int, verbose: bool
 ) -> Groups:
-    """Make groups of `size` processes that divide the state; all processes must call it alike.
+    """Make groups of `size` processes that divide the state; all processes must make the same call.
 
     Buckets of gradients are reduced over machines or, if `full`, over all processes.
     """

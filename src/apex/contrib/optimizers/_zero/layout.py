@@ -149,8 +149,8 @@ class WholeLayout(Layout):
     """A layout that cuts no parameter: each lies in one rank's shard of one bucket.
 
     Buckets take parameters in their order until they have `bucket_size` elements and a parameter for every rank. The
-    parameters of a bucket are given to ranks from the one with the most `work` on, each to the rank that has had the
-    least so far. Shards of a bucket are padded to the largest.
+    parameters of a bucket are assigned in order of falling `work`, each to the rank with the least work so far. Shards
+    of a bucket are padded to the largest.
 
         | rank 0: p1, p3 | rank 1: p0     | rank 2: p2     |      a bucket; p1 and p3 take as much memory as p0
     """

@@ -100,7 +100,7 @@ class Norms:
         return norm
 
     def _local_tensors(self, chosen: set[Tensor] | None, groups: Groups | None = None) -> list[Tensor]:
-        """Return this rank's part of the gradients, of all parameters or of the `chosen` ones, of some `groups`."""
+        """Return this rank's part of the gradients of the `chosen` parameters in `groups`; None means all."""
         tensors: list[Tensor] = []
         for arena in self._gradients.arenas:
             if groups not in (None, arena.groups):
