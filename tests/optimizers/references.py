@@ -23,6 +23,7 @@ class Lamb(Reference):
             "adam_w_mode": True,
             "grad_averaging": True,
             "use_nvlamb": False,
+            "cautious_weight_decay": False,
             "max_grad_norm": 1.0,
         }
         super().__init__(params, **{**defaults, **options})
@@ -47,7 +48,8 @@ class Lamb(Reference):
             corrected_m, corrected_v = m / (1 - beta1 ** group["step"]), v / (1 - beta2 ** group["step"])
         update = corrected_m / (corrected_v.sqrt() + group["eps"])
         if group["adam_w_mode"]:
-            update = update + decay * p
+            decays = (update * p >= 0) | (not group["cautious_weight_decay"])
+            update = update + torch.where(decays, decay * p, 0.0)
         ratio = 1.0
         if (group["use_nvlamb"] or decay) and p.norm() > 0 and update.norm() > 0:
             ratio = p.norm() / update.norm()

@@ -249,7 +249,7 @@ def test_options_of_all_groups_are_refused_in_one(name: str, option: dict[str, A
 
 def test_cautious_decay_needs_decoupled_decay() -> None:
     params = [torch.nn.Parameter(torch.ones(4))]
-    kinds: tuple[Any, ...] = (optimizers.FusedAdam, contrib.DistributedFusedAdam)
+    kinds: tuple[Any, ...] = (optimizers.FusedAdam, optimizers.FusedLAMB, contrib.DistributedFusedAdam)
     for kind in kinds:
         with pytest.raises(ValueError, match="cautious_weight_decay=True needs adam_w_mode=True"):
             kind([{"params": params, "cautious_weight_decay": True}], adam_w_mode=False, weight_decay=0.1)

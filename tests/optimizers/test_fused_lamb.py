@@ -17,6 +17,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     "no-decay": {"weight_decay": 0.0},
     "nvlamb": {"weight_decay": 0.0, "use_nvlamb": True},
     "l2": {"adam_w_mode": False, "weight_decay": 0.1},
+    "cautious": {"cautious_weight_decay": True, "weight_decay": 0.5},
     "no-correction": {"bias_correction": False},
     "no-averaging": {"grad_averaging": False},
     "no-averaging-l2": {"grad_averaging": False, "adam_w_mode": False, "bias_correction": False},
@@ -180,6 +181,7 @@ def test_what_clients_read() -> None:
         "weight_decay": 0.01,
         "grad_averaging": True,
         "max_grad_norm": 1.0,
+        "cautious_weight_decay": False,
     }
     assert optimizer.adam_w_mode == 0
     assert not optimizer.use_nvlamb

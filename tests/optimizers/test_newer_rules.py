@@ -46,6 +46,35 @@ def lion(p: Tensor, gradients: list[Tensor], cautious: bool = False) -> Tensor:
     return p
 
 
+def cautious(size: float, update: Tensor, p: Tensor) -> Tensor:
+    """Return the parameter after an update and a decay of 0.3 where it has the update's sign."""
+    return p - size * (update + torch.where(update * p >= 0, 0.3 * p, 0.0))
+
+
+def nadam(p: Tensor, gradients: list[Tensor]) -> Tensor:
+    m, v, product = torch.zeros_like(p), torch.zeros_like(p), 1.0
+    for t, g in enumerate(gradients, 1):
+        factor, following = (0.9 * (1 - 0.5 * 0.96 ** (count * 0.004)) for count in (t, t + 1))
+        product *= factor
+        m, v = m.lerp(g, 0.1), v.lerp(g * g, 0.001)
+        nesterov = (1 - factor) / (1 - product) * g + following / (1 - product * following) * m
+        p = cautious(0.01, nesterov / ((v / (1 - 0.999**t)).sqrt() + 1e-8), p)
+    return p
+
+
+def radam(p: Tensor, gradients: list[Tensor]) -> Tensor:
+    m, v, most = torch.zeros_like(p), torch.zeros_like(p), 2 / (1 - 0.999) - 1
+    for t, g in enumerate(gradients, 1):
+        m, v = m.lerp(g, 0.1), v.lerp(g * g, 0.001)
+        update, power = m / (1 - 0.9**t), 0.999**t
+        length = most - 2 * t * power / (1 - power)
+        if length > 5:
+            variance = (length - 4) * (length - 2) * most / ((most - 4) * (most - 2) * length)
+            update = update * (variance * (1 - power)) ** 0.5 / (v.sqrt() + 1e-8)
+        p = cautious(0.01, update, p)
+    return p
+
+
 def ademamix(p: Tensor, gradients: list[Tensor], warmup: int = 0) -> Tensor:
     fast, slow, v = (torch.zeros_like(p) for _ in range(3))
     half_life = lambda beta: math.log(0.5) / math.log(beta) - 1  # noqa: E731
@@ -78,7 +107,10 @@ def schedule_free(p: Tensor, gradients: list[Tensor], warmup: int = 0, evaluated
 
 Case = tuple[Callable[..., Any], dict[str, Any], Callable[[Tensor, list[Tensor]], Tensor]]
 DECAY = {"lr": 0.01, "weight_decay": 0.3}
+CAUTIOUS = DECAY | {"decoupled_weight_decay": True, "cautious_weight_decay": True}
 CASES: dict[str, Case] = {
+    "NAdam, cautious": (FusedNAdam, CAUTIOUS, nadam),
+    "RAdam, cautious": (FusedRAdam, CAUTIOUS, radam),
     "Lion": (FusedLion, DECAY, lion),
     "Lion, cautious": (FusedLion, DECAY | {"cautious_weight_decay": True}, lambda p, g: lion(p, g, True)),
     "AdEMAMix": (FusedAdEMAMix, DECAY, ademamix),
@@ -265,6 +297,8 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (FusedScheduleFreeAdamW, {"warmup_steps": 1.5}, "warmup_steps"),
     (FusedRAdam, {"state_format": "int8"}, "FusedRAdam keeps float32 state"),
     (FusedLion, {"lr": -1.0}, "lr"),
+    (FusedNAdam, {"cautious_weight_decay": True}, "needs decoupled_weight_decay=True"),
+    (FusedRAdam, {"cautious_weight_decay": True}, "needs decoupled_weight_decay=True"),
 ]
 
 

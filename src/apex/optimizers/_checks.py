@@ -74,12 +74,12 @@ def check_group(optimizer: Any, group: Mapping[str, Any]) -> None:
             )
 
 
-def check_cautious(amsgrad: Any, adam_w_mode: Any) -> None:
-    """Raise an error if Adam with these options has no cautious weight decay."""
+def check_cautious(amsgrad: Any, decoupled: Any, option: str = "adam_w_mode") -> None:
+    """Raise an error if an optimizer with these options has no cautious weight decay; `option` decouples the decay."""
     if amsgrad:
         raise ValueError("amsgrad=True and cautious_weight_decay=True are not available together")
-    if not adam_w_mode:
-        raise ValueError("cautious_weight_decay=True needs adam_w_mode=True: L2 decay is a part of the gradient")
+    if not decoupled:
+        raise ValueError(f"cautious_weight_decay=True needs {option}=True: L2 decay is a part of the gradient")
 
 
 def check_decay(options: Mapping[str, Any], decoupled: Any, remedy: str) -> None:

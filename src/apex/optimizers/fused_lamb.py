@@ -16,7 +16,7 @@ from ..ops._host import HOST
 from ..ops.multi_tensor import lamb_step, rules
 from ._base import FusedOptimizer, LossScaling, Options, adam_hyperparameters, compiled_function, run_closure
 from ._buckets import MASTER, Group, UpdateBucket
-from ._checks import check_options, check_step
+from ._checks import check_cautious, check_options, check_step
 from ._norms import clipped_together
 
 
@@ -27,6 +27,7 @@ class FusedLAMB(FusedOptimizer):
       All groups share the norm and the limit.
     - Parameters without weight decay take Adam's step unscaled; `use_nvlamb` scales it for them too.
     - `adam_w_mode` adds the decay to the step, else to the gradient.
+    - `cautious_weight_decay` decays only elements whose decay has the sign of their step; needs `adam_w_mode`.
     - `grad_averaging=False` adds the whole gradient to the first moment instead of 1 - beta1 times the gradient.
 
     Gradients are not changed, whereas the original overwrites them. `FusedOptimizer` describes the keyword options.
@@ -48,12 +49,15 @@ class FusedLAMB(FusedOptimizer):
         set_grad_none: bool = True,
         max_grad_norm: float | None = 1.0,
         use_nvlamb: bool = False,
+        *,
+        cautious_weight_decay: bool = False,
         **options: Unpack[Options],
     ) -> None:
         if amsgrad:
             raise RuntimeError(f"{type(self).__name__} does not support the AMSGrad variant")
         defaults: dict[str, Any] = dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps)
         defaults |= dict(weight_decay=weight_decay, grad_averaging=grad_averaging, max_grad_norm=max_grad_norm)
+        defaults |= dict(cautious_weight_decay=cautious_weight_decay)
         self.adam_w_mode = 1 if adam_w_mode else 0
         self.use_nvlamb = use_nvlamb
         # Factor for this step's gradients: clipping and loss scale combined.
@@ -69,6 +73,11 @@ class FusedLAMB(FusedOptimizer):
         """Return the largest norm of all gradients together, which a group cannot have of its own."""
         return self.defaults["max_grad_norm"]
 
+    def _check_options(self, options: dict[str, Any]) -> None:
+        super()._check_options(options)
+        if options.get("cautious_weight_decay"):
+            check_cautious(False, self.adam_w_mode)
+
     def _state_names(self, group: dict[str, Any]) -> Sequence[str]:
         return ("exp_avg", "exp_avg_sq")
 
@@ -79,7 +88,7 @@ class FusedLAMB(FusedOptimizer):
     def _update(self, group: Group, bucket: UpdateBucket, step: Any, scaling: LossScaling, seed: int | None) -> None:
         if self._clipping is not None:
             scaling = self._clipping.on(bucket.device)
-        flags = (bool(self.adam_w_mode),)
+        flags = bool(self.adam_w_mode), bool(group.get("cautious_weight_decay"))
         hyper = adam_hyperparameters(group, step, grad_averaging=bool(group["grad_averaging"]))
         if not (self.use_nvlamb or group["weight_decay"]):
             bucket.lists.apply(rules.LAMB_UNSCALED, hyper, flags, seed=seed, **scaling.arguments)
@@ -112,6 +121,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         reduced_precision_dtype: torch.dtype | None = None,
         *,
         master_weights: bool = False,
+        cautious_weight_decay: bool = False,
     ) -> None:
         check_options({"lr": lr})
         check_step("step", step)
@@ -119,6 +129,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         self._initial_step = int(step)
         adam = (_number(lr, torch.float32, None), bias_correction, betas, eps, weight_decay, amsgrad, adam_w_mode)
         lamb: dict[str, Any] = dict(grad_averaging=grad_averaging, max_grad_norm=max_grad_norm, use_nvlamb=use_nvlamb)
+        lamb |= dict(cautious_weight_decay=cautious_weight_decay)
         super().__init__(params, *adam, **lamb, master_weights=master_weights, capturable=True)
         self.defaults["step"] = torch.tensor([self._initial_step], dtype=torch.int32, device=HOST)
 

@@ -15,13 +15,21 @@ from ..ops._host import HOST
 from ..ops.multi_tensor import rules
 from ._base import LossScaling, Options, adam_hyperparameters
 from ._buckets import Group, UpdateBucket
+from ._checks import check_cautious
 from ._parameter_steps import ParameterSteps
+
+
+def _check_cautious(options: dict[str, Any]) -> None:
+    """Raise an error if a group has cautious decay that is not decoupled."""
+    if options.get("cautious_weight_decay"):
+        check_cautious(False, options["decoupled_weight_decay"], "decoupled_weight_decay")
 
 
 class FusedRAdam(ParameterSteps):
     """RAdam with the arguments and numbers of `torch.optim.RAdam`; their state dicts are interchangeable.
 
-    Without `decoupled_weight_decay`, decay is added to the gradient. `FusedOptimizer` describes the keyword options.
+    Without `decoupled_weight_decay`, decay is added to the gradient. With it, `cautious_weight_decay` decays only
+    elements whose decay has the sign of their update. `FusedOptimizer` describes the keyword options.
     """
 
     def __init__(
@@ -32,10 +40,17 @@ class FusedRAdam(ParameterSteps):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         decoupled_weight_decay: bool = False,
+        *,
+        cautious_weight_decay: bool = False,
         **options: Unpack[Options],
     ) -> None:
         defaults: dict[str, Any] = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-        super().__init__(params, defaults | {"decoupled_weight_decay": decoupled_weight_decay}, **options)
+        defaults |= dict(decoupled_weight_decay=decoupled_weight_decay, cautious_weight_decay=cautious_weight_decay)
+        super().__init__(params, defaults, **options)
+
+    def _check_options(self, options: dict[str, Any]) -> None:
+        super()._check_options(options)
+        _check_cautious(options)
 
     def _state_names(self, group: dict[str, Any]) -> Sequence[str]:
         return ("exp_avg", "exp_avg_sq")
@@ -44,7 +59,8 @@ class FusedRAdam(ParameterSteps):
         decoupled = bool(group["decoupled_weight_decay"])
         hyper = adam_hyperparameters(group, step, decoupled=decoupled)
         del hyper["bias_correction"]
-        bucket.lists.apply(rules.RADAM, hyper, (decoupled,), seed=seed, **scaling.arguments)
+        flags = decoupled, bool(group.get("cautious_weight_decay"))
+        bucket.lists.apply(rules.RADAM, hyper, flags, seed=seed, **scaling.arguments)
 
 
 class Momentum(NamedTuple):
@@ -78,7 +94,8 @@ class FusedNAdam(ParameterSteps):
     """NAdam with the arguments and numbers of `torch.optim.NAdam`; their state dicts are interchangeable.
 
     `group["mu_product"]` is the product of the momentum factors of all steps. Without `decoupled_weight_decay`, decay
-    is added to the gradient. `FusedOptimizer` describes the keyword options.
+    is added to the gradient. With it, `cautious_weight_decay` decays only elements whose decay has the sign of their
+    update. `FusedOptimizer` describes the keyword options.
     """
 
     def __init__(
@@ -90,13 +107,20 @@ class FusedNAdam(ParameterSteps):
         weight_decay: float = 0.0,
         momentum_decay: float = 4e-3,
         decoupled_weight_decay: bool = False,
+        *,
+        cautious_weight_decay: bool = False,
         **options: Unpack[Options],
     ) -> None:
         defaults: dict[str, Any] = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         defaults |= dict(momentum_decay=momentum_decay, decoupled_weight_decay=decoupled_weight_decay)
+        defaults |= dict(cautious_weight_decay=cautious_weight_decay)
         # Products of parameters that missed steps of their group, or have no gradient now.
         self._products: dict[Tensor, Any] = {}
         super().__init__(params, defaults, **options)
+
+    def _check_options(self, options: dict[str, Any]) -> None:
+        super()._check_options(options)
+        _check_cautious(options)
 
     def _state_names(self, group: dict[str, Any]) -> Sequence[str]:
         return ("exp_avg", "exp_avg_sq")
@@ -141,7 +165,8 @@ class FusedNAdam(ParameterSteps):
         hyper = adam_hyperparameters(group, step.step, decoupled=decoupled)
         del hyper["bias_correction"]
         hyper |= {"momentum": step.factor, "next_momentum": step.next_factor, "product": step.product}
-        bucket.lists.apply(rules.NADAM, hyper, (decoupled,), seed=seed, **scaling.arguments)
+        flags = decoupled, bool(group.get("cautious_weight_decay"))
+        bucket.lists.apply(rules.NADAM, hyper, flags, seed=seed, **scaling.arguments)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, with the product of momentum factors for each parameter, as `torch.optim.NAdam` has it."""

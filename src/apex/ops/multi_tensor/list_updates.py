@@ -99,7 +99,7 @@ def lamb_step(
 ) -> None:
     """Take a step of LAMB; the first pass measures the step's length per tensor for the second.
 
-    `over_shards` adds up the measurements of tensors that are shards. FLAGS: decoupled decay.
+    `over_shards` adds up the measurements of tensors that are shards. FLAGS: decoupled decay, cautious decay.
     """
     lengths = lists.apply(rules.LAMB_MOMENTS, hyper, flags, noop=noop, grad_scale=grad_scale)
     if over_shards is not None and lengths is not None:

@@ -55,7 +55,7 @@ ADEMAMIX = Rule(_ademamix, reads=(0, 1, 2, 3, 4), writes=(0, 2, 3, 4), scalars=_
 
 
 def _radam(values, whole, scalars, FLAGS):
-    """Compute RAdam. FLAGS: decay decoupled from the gradient."""
+    """Compute RAdam. FLAGS: decay decoupled from the gradient; decay only where it has the update's sign."""
     p, g, m, v, b = values
     adaptive_size, plain_size, rest1, beta2, rest2, eps, decay, _unused = scalars
     if not FLAGS[0]:
@@ -64,7 +64,10 @@ def _radam(values, whole, scalars, FLAGS):
     v = tl.fma(v, beta2, rest2 * g * g)
     update = m * (adaptive_size / (tl.sqrt(v) + eps) + plain_size)
     if FLAGS[0]:
-        update = update + decay * p
+        shrink = decay * p
+        if FLAGS[1]:
+            shrink = tl.where(update * p >= 0, shrink, 0.0)
+        update = update + shrink
     return p - update, g, m, v, b
 
 
@@ -88,7 +91,7 @@ RADAM = Rule(_radam, reads=(0, 1, 2, 3), writes=(0, 2, 3), scalars=_radam_scalar
 
 
 def _nadam(values, whole, scalars, FLAGS):
-    """Compute NAdam. FLAGS: decay decoupled from the gradient."""
+    """Compute NAdam. FLAGS: decay decoupled from the gradient; decay only where it has the update's sign."""
     p, g, m, v, b = values
     gradient_size, moment_size, rest1, beta2, rest2, eps, decay, root = scalars
     if not FLAGS[0]:
@@ -97,7 +100,10 @@ def _nadam(values, whole, scalars, FLAGS):
     v = tl.fma(v, beta2, rest2 * g * g)
     update = tl.fma(gradient_size, g, moment_size * m) / (tl.sqrt(v) * root + eps)
     if FLAGS[0]:
-        update = update + decay * p
+        shrink = decay * p
+        if FLAGS[1]:
+            shrink = tl.where(update * p >= 0, shrink, 0.0)
+        update = update + shrink
     return p - update, g, m, v, b
 
 

@@ -9,10 +9,13 @@ from .adam import corrections
 
 
 def _direction(p, m, v, scalars, FLAGS):
-    """Return the direction of the step."""
+    """Return the direction of the step. FLAGS: decoupled decay; decay only where it has the direction's sign."""
     update = scalars[1] * m / (tl.sqrt(v) * scalars[6] + scalars[4])
     if FLAGS[0]:
-        update = update + scalars[5] * p
+        shrink = scalars[5] * p
+        if FLAGS[1]:
+            shrink = tl.where(update * p >= 0, shrink, 0.0)
+        update = update + shrink
     return update
 
 
@@ -25,7 +28,7 @@ def _moments(p, g, m, v, scalars, FLAGS):
 
 
 def _lamb_moments(values, whole, scalars, FLAGS):
-    """Update the moments; measure the squares of parameter and step. FLAGS: decay decoupled from the gradient."""
+    """Update the moments; measure the squares of parameter and step. FLAGS: as of `_direction`."""
     p, g, m, v, a = values
     m, v = _moments(p, g, m, v, scalars, FLAGS)
     update = _direction(p, m, v, scalars, FLAGS)
