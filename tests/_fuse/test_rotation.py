@@ -164,7 +164,7 @@ def test_calls_that_are_not_understood_reach_the_function() -> None:
         return of_halves(q, k, cos, sin) if position_ids is None else (q + position_ids, k)
 
     wrapped, calls = counted(with_positions)
-    fused = rotation._fused_function(wrapped)
+    fused = rotation.fused_function(wrapped)
     assert fused is not None
     calls.clear()
     q, k, cos, one = tensors(*_PAIR, (1, 6, 8), (1, 1, 8))

@@ -90,6 +90,8 @@ def test_layers_of_the_mapping(name: str) -> None:
     assert layer.__init__ is nn.Module.__init__
     own = {member for member, _ in inspect.getmembers(layer)} - {member for member, _ in inspect.getmembers(nn.Module)}
     assert own == {"can_torch_compile", "has_backward"}
+    if name == "rotary_pos_emb":
+        return  # a function, which the tests below try
     epsilon = "variance_epsilon" if name == "RMSNorm" else "eps"
     module: Any = Norm(epsilon) if name.startswith("RMSNorm") else MLP()
     x = torch.randn(6, 16)
@@ -100,3 +102,44 @@ def test_layers_of_the_mapping(name: str) -> None:
     torch.testing.assert_close(output, right)
     again = torch.autograd.grad(output.square().sum(), list(module.parameters()))
     torch.testing.assert_close(again, gradients, rtol=1e-4, atol=1e-5)
+
+
+class Rotation(nn.Module):
+    """What `kernels` makes of a function that rotates the two halves of all channels."""
+
+    def forward(self, q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
+        cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+        return tuple(x * cos + self.turned(x) * sin for x in (q, k))
+
+    def turned(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = x.chunk(2, -1)
+        return torch.cat((-second, first), -1)
+
+
+class NeighbourRotation(Rotation):
+    def turned(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack((-x[..., 1::2], x[..., 0::2]), -1).flatten(-2)
+
+
+class OtherRotation(Rotation):
+    def turned(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sin()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("kind", [Rotation, NeighbourRotation, OtherRotation])
+def test_rotations_of_the_mapping(kind: Any, compiled: bool) -> None:
+    """Functions of one name differ: a trial tells what each computes."""
+    torch.manual_seed(0)
+    layer: Any = kernels.mapping("cpu")["rotary_pos_emb"]["cpu"].load()
+    q, k = (torch.randn(2, 5, heads, 8, requires_grad=True) for heads in (3, 1))
+    angles = torch.randn(1, 5, 4)
+    angles = angles.repeat_interleave(2, -1) if kind is NeighbourRotation else torch.cat((angles, angles), -1)
+    module, results = kind(), []
+    for forward in (kind.forward, layer.forward):
+        module.forward = MethodType(forward, module)
+        call = torch.compile(module, backend="eager", fullgraph=True) if compiled else module
+        outputs = call(q, k, angles.cos(), angles.sin(), unsqueeze_dim=2)
+        results.append([*outputs, *torch.autograd.grad(outputs, (q, k), [x.detach().cos() for x in outputs])])
+    torch.testing.assert_close(*results)
+    assert (kernels._rotation(kind).__module__ == "apex._fuse.rotation") == (kind is not OtherRotation)

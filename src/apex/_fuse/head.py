@@ -53,7 +53,7 @@ _NAMES = {
     *("model_parallel", "cuda", "set_device", "first_device", "weight", "training", "_attn_implementation"),
     *("original_max_position_embeddings", "rope_scaling"),
     # releases of transformers before 5: models of images
-    *("vision_feature_layer", "vision_feature_select_strategy"),
+    *("vision_feature_layer", "vision_feature_select_strategy", "vision_config"),
     # BART and its relatives
     *("shift_tokens_right", "pad_token_id", "decoder_start_token_id", _ADDED),
     *("encoder_global_attentions", "encoder_router_logits", "decoder_router_logits"),

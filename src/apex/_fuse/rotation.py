@@ -210,7 +210,7 @@ def _fused_complex(function: Callable[..., Any]) -> Callable[..., Any] | None:
     return rotate
 
 
-def _fused_function(function: Any) -> Callable[..., Any] | None:
+def fused_function(function: Any) -> Callable[..., Any] | None:
     """Return the fused counterpart of a library's rotation; None if its arguments or its results are unknown."""
     names = tuple(inspect.signature(function).parameters)
     if names[:4] == _PAIR or names[:3] == _ONE:
@@ -232,13 +232,13 @@ def _reason(module: Any) -> str:
     arguments = [tuple(inspect.signature(rotation).parameters) for rotation in functions.values()]
     if not any(names[:4] == _PAIR or names[:3] == _ONE or names == _COMPLEX for names in arguments):
         return f"its {next(iter(functions))} takes other arguments"
-    computes = any(_fused_function(function) is not None for function in functions.values())
+    computes = any(fused_function(function) is not None for function in functions.values())
     return "" if computes else f"its {next(iter(functions))} computes something else"
 
 
 def _forward(original: type) -> Callable[..., Any]:
     """Return the forward of an attention class with fused rotations instead of its global functions."""
-    fused = {name: _fused_function(function) for name, function in _functions(original).items()}
+    fused = {name: fused_function(function) for name, function in _functions(original).items()}
     method: Any = original.forward  # type: ignore[attr-defined]
     changes = {name: function for name, function in fused.items() if function is not None}
     return with_functions(method, changes | changed_interface(method))
