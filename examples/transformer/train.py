@@ -45,6 +45,7 @@ parser.add_argument("--experts", type=int, help="experts in place of each MLP")
 parser.add_argument("--topk", type=int, default=2, help="experts of each token")
 parser.add_argument("--aux-loss", type=float, default=1e-2, help="factor of the loss that balances experts")
 parser.add_argument("--expert-parallel", type=int, default=1, help="ranks that divide the experts of a layer")
+parser.add_argument("--expert-tensor", type=int, help="ranks that divide each expert, by default those of --tensor")
 for size, default in {"layers": 4, "hidden": 64, "heads": 4, "sequence": 64}.items():
     parser.add_argument(f"--{size}", type=int, default=default)
 parser.add_argument("--batch", type=int, default=16, help="rows of a step, over all replicas")
@@ -57,8 +58,8 @@ parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else
 args = parser.parse_args()
 if (args.recompute and args.zero_bubble) or (args.zero and args.expert_parallel > 1):
     parser.error("--recompute does not go with --zero-bubble, and --zero does not go with --expert-parallel")
-if (args.zero_bubble and args.pipeline == 1) or (args.expert_parallel > 1 and not args.experts):
-    parser.error("--zero-bubble needs --pipeline, and --expert-parallel needs --experts")
+if (args.zero_bubble and args.pipeline == 1) or ((args.expert_parallel > 1 or args.expert_tensor) and not args.experts):
+    parser.error("--zero-bubble needs --pipeline, and --expert-parallel and --expert-tensor need --experts")
 # On most CPUs float32 is the quickest.
 args.opt_level = args.opt_level or ("O5" if args.device == "cuda" else "O0")
 
@@ -67,7 +68,11 @@ dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
 if args.device == "cuda":
     torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
 chunks = args.chunks if args.chunks > 1 else None
-sizes = {"context_parallel_size": args.context, "expert_model_parallel_size": args.expert_parallel}
+sizes = {
+    "context_parallel_size": args.context,
+    "expert_model_parallel_size": args.expert_parallel,
+    "expert_tensor_parallel_size": args.expert_tensor,
+}
 parallel_state.initialize_model_parallel(args.tensor, args.pipeline, chunks, **sizes)
 tensor_parallel.model_parallel_cuda_manual_seed(1)
 replica, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()

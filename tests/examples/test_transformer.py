@@ -49,6 +49,12 @@ def test_experts(tmp_path: Path) -> None:
     sizes = "--layers 2 --steps 4 --microbatch 1"
     output = run(2, f"--experts 4 --topk 1 --expert-parallel 2 --aux-loss 0.02 {sizes} --checkpoints experts", tmp_path)
     assert losses(output)[1] < losses(output)[0] - 0.1
+    # Whole experts on ranks that divide the other layers.
+    whole = "--tensor 2 --sequence-parallel --expert-tensor 1"
+    split = run(
+        2, f"--experts 4 --topk 1 --expert-parallel 2 --aux-loss 0.02 {whole} {sizes} --checkpoints b", tmp_path
+    )
+    assert losses(split) == pytest.approx(losses(output), abs=1e-3)
 
 
 @pytest.mark.gpu
@@ -66,7 +72,8 @@ def test_refused_splits(tmp_path: Path) -> None:
         ("--zero --expert-parallel 2", "does not go with"),
         ("--recompute full --zero-bubble", "does not go with"),
         ("--zero-bubble", "--zero-bubble needs --pipeline"),
-        ("--expert-parallel 2", "--expert-parallel needs --experts"),
+        ("--expert-parallel 2", "--expert-parallel and --expert-tensor need --experts"),
+        ("--expert-tensor 1", "--expert-parallel and --expert-tensor need --experts"),
     ):
         environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
         done = run_python(str(SCRIPT), *words.split(), cwd=tmp_path, environment=environment)

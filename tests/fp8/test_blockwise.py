@@ -220,6 +220,17 @@ def test_weights_for_float8_gathers_compute_as_usual_and_are_put_back():
     assert torch.equal(model[0].weight, plain[0].weight)
 
 
+@pytest.mark.parametrize("gathers", [False, True])
+def test_float8_gathers_leave_tied_weights_tied(gathers):
+    model = nn.ModuleDict({"words": nn.Embedding(256, 128), "inner": nn.Linear(128, 128), "head": nn.Linear(128, 256)})
+    model["head"].weight, model["again"] = model["words"].weight, model["inner"]
+    report = fp8.convert(model, "blockwise", smallest_weight=0, float8_all_gather=gathers, emulate=True)
+    reason = "float8_all_gather would untie its weight, which another layer shares" if gathers else ""
+    assert [(row.name, row.reason) for row in report] == [("inner", ""), ("head", reason)]
+    assert model["head"].weight is model["words"].weight
+    assert model["again"] is model["inner"]
+
+
 def test_one_rank_of_fsdp_hands_over_one_tensor():
     """From 2.11 on, PyTorch copies only the first tensor if there is one rank."""
     shard = torch.randn(256, 128)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -51,9 +52,10 @@ def convert(
     false, for example for an output layer. Parameters, hooks and state dict are not changed. `gradients` is the format
     of outputs' gradients, "e4m3" or "e5m2"; by default e5m2 if a matrix has one scale, else e4m3.
 
-    Call it before `fully_shard`. With `float8_all_gather` FSDP2 then gathers weights in float8, half the bytes. With
-    "blockwise" this replaces the layers' weights by other parameters, so make the optimizer afterwards; shards whose
-    rows are no multiple of 128 are gathered as usual. With "tensorwise" it uses torchao's layers, and needs torchao.
+    Call it before `fully_shard`. With `float8_all_gather` FSDP2 then gathers weights in float8, half the bytes.
+    With "blockwise" this replaces the layers' weights by other parameters, so make the optimizer afterwards;
+    weights that layers share are left alone, and shards whose rows are no multiple of 128 are gathered as usual.
+    With "tensorwise" it uses torchao's layers, and needs torchao.
 
     A device without float8 raises an error, unless `emulate` asks for the same numbers without the speed, for tests.
     """
@@ -75,6 +77,11 @@ def convert(
     reasons = {
         name: _reason(name, module, choose, smallest_weight, divisor, float8_all_gather) for name, module in layers
     }
+    if float8_all_gather:  # it replaces weights, so that a tied one would be trained apart
+        owners = Counter(id(weight) for module in model.modules() for weight in module.parameters(recurse=False))
+        for name, module in layers:
+            if any(owners[id(weight)] > 1 for weight in _weights(module).values()):
+                reasons[name] = reasons[name] or "float8_all_gather would untie its weight, which another layer shares"
     report = [
         Converted(
             name if which == "weight" else f"{name}.{which}".lstrip("."),
