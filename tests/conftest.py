@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+import logging
 import os
 from collections.abc import Iterator
 
@@ -45,6 +46,8 @@ if os.environ.get("PYTHONPATH"):
 # Before anything imports triton: kernels become interpreted functions at import.
 if not GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    # PyTorch's compiler tries out vectors of each width for 13 seconds, and takes longer for loops that have them.
+    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
     quick_interpreter.install()
     # For devices that may come PyTorch would keep the stack of every call that seeds them: a millisecond each time.
     for devices in (torch.cuda, torch.mtia, torch.xpu):
@@ -69,6 +72,10 @@ def pytest_collection_finish() -> None:
     """What was imported and collected stays: whoever collects garbage need not look through it each time."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         importlib.import_module("torch._dynamo")  # which PyTorch's optimizers import; tests alone may do without
+    # Six times per test pytest attaches a handler to each logger that keeps its messages, of which PyTorch has 80.
+    for name in logging.root.manager.loggerDict:
+        if name.startswith("torch."):
+            logging.getLogger(name).propagate = True
     gc.collect()
     gc.freeze()
     if not GPU:  # where garbage may hold memory of the device; tracing takes a tenth less with fewer searches
@@ -80,11 +87,11 @@ def _fresh_seed() -> None:
     torch.manual_seed(0)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=GPU)
 def _release_gpu_memory() -> Iterator[None]:
     """Give a large cache of freed memory back after a test, since other test processes share the GPU."""
     yield
-    if GPU and torch.cuda.memory_reserved() > 2**31:
+    if torch.cuda.memory_reserved() > 2**31:
         torch.cuda.empty_cache()
 
 

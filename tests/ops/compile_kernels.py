@@ -5,7 +5,8 @@
 `--every-launch` compiles every launch for every GPU. `--every-branch` also reads every launch whose absent tensors and
 flags differ, down to Triton's first form (TTIR): each release of Triton refuses other Python. Without them only the
 launches of `cover` are compiled, most of them for the first GPU, as Triton lowers for all GPUs of a vendor much alike.
-Every kernel is compiled for one GPU of each vendor (`BINARIES`), and for one of the others in turn.
+Every kernel is compiled for one GPU of each vendor (`BINARIES`); if it has a matrix product, whose instructions differ
+from one GPU to the next, also for one of the others in turn.
 
 Launches go down to the assembly of GPUs: this shows what Triton or LLVM cannot lower there, and programs that need
 more shared memory than there is. One launch of every kernel is also optimised by LLVM and made a binary (by ptxas, or
@@ -31,6 +32,7 @@ import functools
 import gc
 import importlib
 import importlib.util
+import inspect
 import json
 import math
 import os
@@ -214,8 +216,8 @@ def widest_access(assembly: str) -> int:
     return max([int(count or 1) * int(bits) // 8 for count, bits in vectors] + [int(size, 16) for size in copies])
 
 
-def record_all(target: Target) -> list[_launch.Launch]:
-    """Return the launches of every family, planned for `target`.
+def record_all(target: Target, families: set[str] | None = None) -> list[_launch.Launch]:
+    """Return the launches of every family, or of `families`, planned for `target`.
 
     They are those of its examples, and of `tests.ops.<family>.launch_cases.record()` if there is one.
     """
@@ -223,7 +225,7 @@ def record_all(target: Target) -> list[_launch.Launch]:
     examples = all_examples()
     for module in pkgutil.iter_modules(apex.ops.__path__):
         folder = Path(apex.ops.__path__[0]) / module.name
-        if not any(folder.glob("kernels*.py")):
+        if not any(folder.glob("kernels*.py")) or (families is not None and module.name not in families):
             continue
         cases = f"tests.ops.{module.name}.launch_cases"
         with _device.pretend(target.facts), _launch.record_launches() as collected:
@@ -319,7 +321,13 @@ def read_all(name: str) -> dict[str, Any]:
 
 
 def gpu_in_turn(kernel: str, names: list[str]) -> str | None:
-    """Return the GPU of `names` that compiles a kernel beside `BINARIES`; None if no other GPU has the kernel."""
+    """Return the GPU of `names` that compiles a kernel beside `BINARIES`.
+
+    None if no other GPU has the kernel, or if it has no matrix product.
+    """
+    function = _launch.KERNELS[kernel].function
+    if "PRECISION" not in function.arg_names and "tl.dot" not in inspect.getsource(function.fn):
+        return None
     others = [name for name in names if name not in BINARIES and kernel in kernels_of(name)]
     return others[sorted(_launch.KERNELS).index(kernel) % len(others)] if others else None
 
@@ -349,10 +357,14 @@ def compile_all(names: list[str], every_launch: bool = False) -> dict[str, dict[
     expected: dict[str, set[str]] = {}
     for name in names:
         reports[name] = {"compiled": {}, "failures": []}
-        vendor, launches = TARGETS[name].gpu.backend, record_all(TARGETS[name])
-        expected[name], left_out = kernels_of(name), FLOAT8_KERNELS if name in NO_FLOAT8 else set()
-        if not every_launch and name not in BINARIES:
+        vendor, families = TARGETS[name].gpu.backend, None
+        left_out = FLOAT8_KERNELS if name in NO_FLOAT8 else set()
+        if not every_launch and name not in BINARIES:  # after the first GPU, whose launches import every kernel
             left_out = {kernel for kernel in _launch.KERNELS if gpu_in_turn(kernel, names) != name}
+            compiled = [kernel for name, kernel in _launch.KERNELS.items() if name not in left_out]
+            families = {kernel.function.fn.__module__.split(".")[2] for kernel in compiled}
+        launches = record_all(TARGETS[name], families)
+        expected[name] = kernels_of(name)
         launches = [launch for launch in launches if launch.prepared.kernel.name not in left_out]
         if not every_launch:
             first = vendor not in vendors

@@ -1,4 +1,4 @@
-"""Every kernel compiles for sm_90, gfx942 and one of the other GPU generations we name, with no GPU present.
+"""Every kernel compiles for sm_90 and gfx942, those with a product for one of the other GPUs too, with no GPU present.
 
 With `--every-launch`, as `make cross-compile` has it, every launch for every GPU.
 """

@@ -199,16 +199,16 @@ WAYS = (train_sharded, train_with_overflow, train_beside_plain)
 
 
 def like_one_process(name: str) -> Check:
-    """Return a check of an optimizer in every sharding: in each way, or in one way each if it is elementwise.
+    """Return a check of an optimizer, and of its further options, in every sharding: in one way, another one in each.
 
-    Further options are checked in one way in each sharding, another one in each.
+    The next optimizer begins with the next way, so that each sharding has each way with many of them.
     """
-    each, first = (1, ELEMENTWISE.index(name)) if name in ELEMENTWISE else (len(WAYS), 0)
+    first = list(OPTIONS).index(name)
 
     def check(rank: int) -> None:
         for number, options in enumerate(MORE_OPTIONS.get(name, [OPTIONS[name]])):
             make = functools.partial(getattr(optimizers, name), **options)
-            for case, way in pairs(SHARDINGS, WAYS, 1 if number else each, first + number):
+            for case, way in pairs(SHARDINGS, WAYS, 1, first + number):
                 way(rank, case, make)
 
     return check
@@ -276,16 +276,15 @@ def stochastic_rounding(rank: int) -> None:
         ("NpuFusedRMSprop", {"lr": 0.01}),
         ("NpuFusedAdamP", {"lr": 0.01, "delta": 0.0}),  # rounds by rows
     ]
-    for case in SHARDINGS:
+    for case, (name, options) in pairs(SHARDINGS, cases, 2):
         half = [[each.bfloat16() for each in step] for step in (sharded(case).params, *sharded(case).gradients)]
         wholes = [[each.bfloat16() for each in step] for step in (sharded(case)[2], *sharded(case)[3])]
-        for name, options in cases:
-            for rounding in ({"stochastic_rounding": True}, {"master_weights": True}):
-                found, exact = made(half[0]), made(wholes[0])
-                for params, steps in ((found, half[1:]), (exact, wholes[1:])):
-                    train(params, steps, getattr(optimizers, name)(params, **options, **rounding))
-                for one, other in zip(whole(found), exact, strict=True):
-                    assert torch.equal(one, other.detach()), (case, name, rounding)
+        for rounding in ({"stochastic_rounding": True}, {"master_weights": True}):
+            found, exact = made(half[0]), made(wholes[0])
+            for params, steps in ((found, half[1:]), (exact, wholes[1:])):
+                train(params, steps, getattr(optimizers, name)(params, **options, **rounding))
+            for one, other in zip(whole(found), exact, strict=True):
+                assert torch.equal(one, other.detach()), (case, name, rounding)
 
 
 def matrices_of_muon(rank: int) -> None:

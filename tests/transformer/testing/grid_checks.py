@@ -22,7 +22,7 @@ from .gpt import WHOLE, Layout, groups, reference, train_in, worst_difference
 TOLERANCE = 1e-12
 SOME = {
     4: [Layout(1, 4, "zb_v", 2), Layout(2, 2, "zb_h1", 1, True)],
-    8: [Layout(2, 2, "interleaved", 2, True), Layout(2, 2, "1f1b", 1, True, 2), Layout(1, 2, "zb_h1", 1, False, 4)],
+    8: [Layout(2, 2, "interleaved", 2, True), Layout(2, 2, "1f1b", 1, True, 2)],
 }
 
 
