@@ -126,9 +126,10 @@ def options_of_directions(group: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 class WholeMatrices(NamedTuple):
-    """Parameters that this process has whole, for `Directions` instead of a bucket, without NorMuon."""
+    """Parameters that this process has whole, and NorMuon's state of each, for `Directions` instead of a bucket."""
 
     params: list[Tensor]
+    states: list[dict[str, Any]]
     device: torch.device
     shard_groups: Sequence[Any] = ()
     kind: int = 0
@@ -176,7 +177,6 @@ class Directions:
                 self.views[index] = stack[position].as_strided(shape, stride)
             squares = None
             if group["beta2"] is not None:
-                assert isinstance(bucket, UpdateBucket)
                 squares = _squares_of_rows(bucket, indices, in_memory[0], shape, group)
             self._add(stack, in_memory, rates[indices[0]], squares)
         for exchange, part in zip(self._exchanges, exchanged, strict=True):
@@ -185,7 +185,6 @@ class Directions:
                 self.views[index] = view.view(local(params[index]).shape)
             squares_of: list[Tensor | None] = [None] * len(exchange.stacks)
             if group["beta2"] is not None:
-                assert isinstance(bucket, UpdateBucket)
                 states = [_sharded_squares(bucket, index, group) for index in exchange.indices]
                 of_rows = exchange.of_rows(states)
                 of_rows.bind(torch.zeros(of_rows.elements, dtype=torch.float32, device=bucket.device))
@@ -309,7 +308,7 @@ def _distributed_squares(param: Tensor, squares: Tensor, group: Mapping[str, Any
     return distributed_like(param, squares.view(own), shape, dimensions=dimensions)
 
 
-def _sharded_squares(bucket: UpdateBucket, index: int, group: Mapping[str, Any]) -> Tensor:
+def _sharded_squares(bucket: UpdateBucket | WholeMatrices, index: int, group: Mapping[str, Any]) -> Tensor:
     """Return the state of a parameter whose matrices are cut: averages of squares of rows, float32."""
     param, state = bucket.params[index], bucket.states[index]
     if SQUARES not in state:
@@ -320,7 +319,7 @@ def _sharded_squares(bucket: UpdateBucket, index: int, group: Mapping[str, Any])
 
 
 def _squares_of_rows(
-    bucket: UpdateBucket, indices: list[int], block: Block, shape: Sequence[int], group: Mapping[str, Any]
+    bucket: UpdateBucket | WholeMatrices, indices: list[int], block: Block, shape: Sequence[int], group: dict[str, Any]
 ) -> Tensor:
     """Return averages of squares of rows, float32, one after the other, and make each parameter's state a view of it.
 

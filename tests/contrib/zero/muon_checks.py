@@ -28,12 +28,14 @@ def values(seed: int, dtype: torch.dtype) -> list[Tensor]:
     return [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
 
 
-def made(dtype: torch.dtype = torch.float32) -> tuple[list[nn.Parameter], list[dict[str, Any]]]:
+def made(
+    dtype: torch.dtype = torch.float32, beta2: float | None = None
+) -> tuple[list[nn.Parameter], list[dict[str, Any]]]:
     """Parameters, and groups: heads, stacks and vectors for Muon, one matrix for AdamW and one vector for Lion."""
     params = [nn.Parameter(value) for value in values(0, dtype)]
     params[1].data = params[1].data.t().contiguous().t()  # transposed in memory
     groups: list[dict[str, Any]] = [
-        {"params": params[:3]},
+        {"params": params[:3], "beta2": beta2},
         {"params": params[3:7], "lr": 0.05},
         {"params": params[7:8], "algorithm": "lion", "lr": 0.01},
         {"params": params[8:], "algorithm": "adamw", "weight_decay": 0.2},
@@ -178,25 +180,67 @@ def resharded(rank: int) -> None:
     two = dist.new_group([0, 1])
     path = Path(folder[0], "muon")
     if rank < 2:
-        params, groups = made()
+        params, groups = made(beta2=0.9)
         optimizer = DistributedFusedMuon(groups, **EXACT, process_group=two)
         train(optimizer, params, [0, 1, 2, 3], range(2))
         dcp.save({"optimizer": optimizer.sharded_state_dict()}, checkpoint_id=path, process_group=two)
     dist.barrier()
-    params, groups = made()
+    params, groups = made(beta2=0.9)
     optimizer = DistributedFusedMuon(groups, **EXACT)
     state = {"optimizer": optimizer.sharded_state_dict()}
     dcp.load(state, checkpoint_id=path)
     optimizer.load_sharded_state_dict(state["optimizer"])
     train(optimizer, params, [rank], range(2, STEPS))
-    torch.testing.assert_close(params, expected()[0], **CLOSE)
+    exact, exact_groups = made(beta2=0.9)
+    train(FusedMuon(exact_groups, **EXACT), exact, [0, 1, 2, 3])
+    torch.testing.assert_close(params, exact, **CLOSE)
     dist.barrier()
+
+
+def normuon(rank: int) -> None:
+    """Averages of rows of some groups, in every format of state dicts, and by FusedMuon."""
+    every = list(range(dist.get_world_size()))
+
+    def run(kind: Any, **options: Any) -> tuple[list[nn.Parameter], Any]:
+        params, groups = made(beta2=0.9)
+        groups[1] |= {"beta2": 0.8, "lr": 0.1}
+        return params, kind(groups, **EXACT, **options)
+
+    params, optimizer = run(DistributedFusedMuon, bucket_cap_mb=0.0005)
+    exact, other = run(FusedMuon)
+    train(optimizer, params, [rank], range(2))
+    train(other, exact, every, range(2))
+    torch.testing.assert_close(params, exact, **CLOSE)
+    saved, theirs, sharded = optimizer.state_dict(), other.state_dict(), optimizer.sharded_state_dict()
+    for key in range(5):
+        squares = [each["state"][key]["second_momentum_buffer"] for each in (saved, theirs)]
+        torch.testing.assert_close(*squares, **CLOSE)
+    resumed = []
+    for each in (saved, theirs, sharded):
+        twins, again = run(DistributedFusedMuon, bucket_cap_mb=0.0005)
+        for twin, param in zip(twins, params, strict=True):
+            twin.data.copy_(param)
+        if each is sharded:
+            again.load_sharded_state_dict(each)
+        else:
+            again.load_state_dict(each)
+        resumed.append((twins, again))
+    one, plain = run(FusedMuon)
+    for twin, param in zip(one, params, strict=True):
+        twin.data.copy_(param)
+    plain.load_state_dict(
+        {**saved, "format": None, "state": {k: _plain(v, saved) for k, v in saved["state"].items() if k != "step"}}
+    )
+    train(other, exact, every, range(2, STEPS))
+    train(plain, one, every, range(2, STEPS))
+    torch.testing.assert_close(one, exact, **CLOSE)
+    for twins, again in resumed:
+        train(again, twins, [rank], range(2, STEPS))
+        torch.testing.assert_close(twins, exact, **CLOSE)
 
 
 def refusals(rank: int) -> None:
     params, groups = made()
-    with pytest.raises(NotImplementedError, match=r"beta2=0.9 \(NorMuon\) is not supported"):
-        DistributedFusedMuon([{**groups[0], "beta2": 0.9}])
     with pytest.raises(TypeError, match="unexpected keyword arguments: amsgrad"):
         DistributedFusedMuon(groups, amsgrad=True)  # type: ignore[call-arg]
     with pytest.raises(ValueError, match="algorithm='sgd' is none of"):
@@ -215,6 +259,7 @@ def refusals(rank: int) -> None:
 CHECKS: dict[str, Check] = {
     "muon_like_one_process": like_one_process(),
     "muon_in_buffers": like_one_process(contiguous_param_buffer=True, contiguous_grad_buffer=True, capturable=True),
+    "muon_rows": normuon,
     "muon_overlapped": like_one_process(overlap_param_sync=True),
     "muon_bfloat16": bfloat16,
     "muon_changed_options": changed_options,

@@ -14,7 +14,14 @@ from ...ops.multi_tensor import Lists
 from ...ops.multi_tensor.codecs import Encodings
 from ...ops.multi_tensor.flat import flat
 from ...ops.multi_tensor.torch_lists import StateSeed, seed_of
-from ...optimizers._muon_directions import WORKSPACE, Directions, WholeMatrices, blocks_of, options_of_directions
+from ...optimizers._muon_directions import (
+    SQUARES,
+    WORKSPACE,
+    Directions,
+    WholeMatrices,
+    blocks_of,
+    options_of_directions,
+)
 from ...optimizers.fused_muon import check_options_of_muon, divided_group, update_others, with_betas
 from ._zero.arena import Arena
 from ._zero.layout import Layout, Piece, WholeLayout
@@ -56,7 +63,7 @@ class DistributedFusedMuon(DistributedFusedAdam):
     and sends the updated matrix to the others. Matrices are divided so that processes have about the same work. State
     of groups for AdamW and Lion is divided as by `DistributedFusedAdam`, which also describes the options after
     `cautious_weight_decay`, gradients, clipping, loss scaling and state dicts. The other options, and the options of
-    parameter groups, are `FusedMuon`'s; `beta2` is not supported. State dicts can be exchanged with `FusedMuon` and
+    parameter groups, are `FusedMuon`'s. State dicts can be exchanged with `FusedMuon` and
     `torch.optim.Muon`, and load on any number of processes.
     """
 
@@ -103,12 +110,20 @@ class DistributedFusedMuon(DistributedFusedAdam):
         """
         if isinstance(param_group, dict):
             check_options_of_muon({**self.defaults, **param_group})
-            if param_group.get("beta2") is not None:
-                raise NotImplementedError(
-                    f"beta2={param_group['beta2']} (NorMuon) is not supported by {type(self).__name__}"
-                )
         for group in divided_group(with_betas(param_group, self._betas), self.defaults, self.param_groups):
             super().add_param_group(group)
+
+    def state_dict(self, **options: Any) -> dict[str, Any] | None:  # type: ignore[override]
+        """Return the state as `DistributedFusedAdam.state_dict` does; format 2 has NorMuon's averages once per row."""
+        saved = super().state_dict(**options)
+        if saved is None or saved.get("format") != 2:
+            return saved
+        for group, packed in zip(self.param_groups, saved["param_groups"], strict=True):
+            for key in packed["params"]:
+                state = saved["state"].get(key, {})
+                if SQUARES in state:
+                    state[SQUARES] = _narrowed(state[SQUARES], group).clone()
+        return saved
 
     def _kind(self, group: dict[str, Any]) -> Any:
         return group["algorithm"]
@@ -159,12 +174,14 @@ class MatrixState(ArenaState):
         workspaces: dict[Any, Tensor],
         format: Format | None,
     ) -> None:
+        # Groups of the optimizer, whose options may change between steps.
+        self.groups = groups
+        # NorMuon's averages of the rows of each matrix, by the parameter's index.
+        self._squares: dict[int, dict[str, Any]] = {part.param: {} for part in arena.parts}
         super().__init__(arena, _STATE["muon"], weights, arena.parts, format)
         self.units = {
             (group, batch): members for group, units in self.units.items() for batch, members in _batches(units)
         }
-        # Groups of the optimizer, whose options may change between steps.
-        self.groups = groups
         self._workspaces = workspaces
         self.directions: dict[Any, Directions] = {}
 
@@ -172,7 +189,10 @@ class MatrixState(ArenaState):
         """Return the lists of a key of `units`, with directions that fit the options of the parameter group."""
         known, options = self.directions.get(group), self.groups[group[0]]
         if known is None or known.options != options_of_directions(options):
-            matrices = WholeMatrices([self.arena.params[unit.param] for unit in units], self.arena.device)
+            params, states = zip(
+                *((self.arena.params[unit.param], self._squares[unit.param]) for unit in units), strict=True
+            )
+            matrices = WholeMatrices(list(params), list(states), self.arena.device)
             self.directions[group] = Directions(options, matrices, self._workspaces)
             self._lists.pop(group, None)
         return super()._lists_of(group, units, gradients, where)
@@ -181,6 +201,53 @@ class MatrixState(ArenaState):
         slots, *others = super()._slots(group, gradients)
         slots[3] = list(map(flat, self.directions[group].views))
         return (slots, *others)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the names of the state; in all processes alike, also if none of their matrices has averages yet."""
+        groups = (self.groups[number] for number in self.arena.group_of)
+        has_squares = any(group["beta2"] is not None for group in groups)
+        return (*super().names, SQUARES) if has_squares else super().names
+
+    def read(self, name: str) -> Tensor:
+        """Return a flat shard, as `ArenaState.read` does; every element has the average of its row."""
+        if name != SQUARES:
+            return super().read(name)
+        values = self.arena.new_shard(torch.float32)
+        for part in self.arena.parts:
+            squares = self._squares[part.param].get(SQUARES)
+            if squares is not None:
+                whole = _expanded(squares, self.arena.params[part.param])
+                values[part.flat : part.flat + part.size] = flat(whole)
+        return values
+
+    def write(self, name: str, values: Tensor) -> None:
+        """Set the values of a flat shard; of averages, those in the first element of each row."""
+        if name != SQUARES:
+            super().write(name, values)
+            return
+        for part in self.arena.parts:
+            whole = torch.empty_like(self.arena.params[part.param], dtype=torch.float32)
+            flat(whole).copy_(values[part.flat : part.flat + part.size])
+            squares = _narrowed(whole, self.groups[self.arena.group_of[part.param]])
+            state = self._squares[part.param]
+            if SQUARES in state:
+                state[SQUARES].copy_(squares)
+            else:
+                state[SQUARES] = squares.contiguous()
+
+
+def _expanded(squares: Tensor, param: Tensor) -> Tensor:
+    """Return averages of rows for each element of a parameter."""
+    missing = param.dim() - squares.dim() + 1
+    return torch.empty_like(param, dtype=torch.float32, device=squares.device).copy_(
+        squares.reshape(*squares.shape[:-1], *(1 for _ in range(missing)))
+    )
+
+
+def _narrowed(whole: Tensor, group: dict[str, Any]) -> Tensor:
+    """Return averages of rows, one for each row, as `FusedMuon` keeps them."""
+    return (whole.flatten(1) if group["flatten"] else whole)[..., :1]
 
 
 def _batches(units: list[Piece]) -> list[tuple[int, list[Piece]]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import pickle
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,6 +24,7 @@ from ...._failures import explained
 from ....ops.multi_tensor.flat import flat, with_strides_of
 from ....ops.multi_tensor.packed_floats import join_remainders
 from ....optimizers._buckets import MASTER
+from ....optimizers._muon_directions import SQUARES
 from .arena import Arena
 from .layout import Piece, merge_adjacent, pick
 from .scaled_state import ScaledState
@@ -273,7 +275,7 @@ def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
     slices = chain.from_iterable(
         (_bucket_slices if "buckets" in saved["state"] else _whole_slices)(optimizer, saved) for saved in ranks
     )
-    load_slices(optimizer, slices, ranks[0]["param_groups"], _steps_of(ranks[0]), optional=(PARAM,))
+    load_slices(optimizer, slices, ranks[0]["param_groups"], _steps_of(ranks[0]), optional=(PARAM, SQUARES))
 
 
 def _whole_slices(optimizer: Any, saved: dict[str, Any]) -> Iterator[StateSlice]:
@@ -292,6 +294,9 @@ def _whole_slices(optimizer: Any, saved: dict[str, Any]) -> Iterator[StateSlice]
                     f"{type(optimizer).__name__} does not keep: it is of another algorithm, or encoded (then save it "
                     "with state_dict(decoded=True))"
                 )
+            if name == SQUARES and value.numel() in (math.prod(param.shape[:-1]), param.shape[0]):
+                rows = param.shape[:-1] if value.numel() == math.prod(param.shape[:-1]) else param.shape[:1]
+                value = value.reshape(*rows, *(1 for _ in param.shape[len(rows) :])).expand(param.shape)
             if value.shape != param.shape:
                 raise ValueError(
                     f"the state of a parameter of shape {tuple(param.shape)} has shape {tuple(value.shape)}"

@@ -89,7 +89,6 @@ class ArenaState:
         format: Format | None = None,
     ) -> None:
         self.arena = arena
-        self.names = tuple(names)
         self.weights = weights
         self._format = format
         self._codecs = {name: None if format is None else CODECS[format.name][ENCODABLE[name]] for name in names}
@@ -107,6 +106,11 @@ class ArenaState:
         self._lists: dict[Any, _CachedLists] = {}
         # Gradients of the current step: kernels get addresses, which do not keep tensors alive.
         self._held: list[list[Tensor]] = []
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the names of the state, in the order of slots."""
+        return tuple(self.moments)
 
     def connect(self) -> None:
         """Connect the weights with parameters that have become views of a buffer."""
