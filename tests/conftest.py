@@ -46,6 +46,8 @@ if os.environ.get("PYTHONPATH"):
 # Before anything imports triton: kernels become interpreted functions at import.
 if not GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    # On a GPU garbage may hold its memory; tracing and collecting tests take a tenth less with fewer searches for it.
+    gc.set_threshold(50_000, 20, 20)
     # PyTorch's compiler tries out vectors of each width for 13 seconds, and takes longer for loops that have them.
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
     quick_interpreter.install()
@@ -78,8 +80,6 @@ def pytest_collection_finish() -> None:
             logging.getLogger(name).propagate = True
     gc.collect()
     gc.freeze()
-    if not GPU:  # where garbage may hold memory of the device; tracing takes a tenth less with fewer searches
-        gc.set_threshold(50_000, 20, 20)
 
 
 @pytest.fixture(autouse=True)
