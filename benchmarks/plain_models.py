@@ -12,7 +12,8 @@ All columns of a row are made in one process and are warm before the first is
 timed; they are timed in turns. If the next column does not fit into memory, those before it are timed and freed first;
 `turn` numbers the columns that were timed together. `ms` is the median over rounds. `MiB` is the most memory that
 PyTorch reserved for the column while it ran steps alone, with its weights, state and graphs; `pools` splits it into
-memory outside and inside of graphs, each as MiB reserved and MiB in use between steps. `first_step_s` is the
+memory outside and inside of graphs, each as MiB reserved and MiB in use between steps; `MiB` is null if memory of a
+column before was freed meanwhile. `first_step_s` is the
 seconds from the model to the end of the first step, and `first_s` to the end of the warm-up: what is compiled, and for
 apex.boost also the measuring. The file has all rounds, the losses of the first steps, the report of apex.boost, and
 the floor of each row (`plain_floor.py`). Rows of earlier runs stay in it; "run" says when and with which commit a row
@@ -95,6 +96,8 @@ class Column:
         self.pools = {
             name: [a - b for a, b in zip(now, self.base_pools[name], strict=True)] for name, now in pools().items()
         }
+        if any(reserved < 0 for reserved, _ in self.pools.values()):
+            self.mebibytes = None  # memory of a column before was freed meanwhile
         self.times: list[float] = []
 
     def _variants(self, row: Row, column: str, model: Any, tiny: bool) -> dict[str, Callable[..., Tensor]]:
