@@ -68,12 +68,8 @@ dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
 if args.device == "cuda":
     torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
 chunks = args.chunks if args.chunks > 1 else None
-sizes = {
-    "context_parallel_size": args.context,
-    "expert_model_parallel_size": args.expert_parallel,
-    "expert_tensor_parallel_size": args.expert_tensor,
-}
-parallel_state.initialize_model_parallel(args.tensor, args.pipeline, chunks, **sizes)
+dims = {"expert_model_parallel_size": args.expert_parallel, "expert_tensor_parallel_size": args.expert_tensor}
+parallel_state.initialize_model_parallel(args.tensor, args.pipeline, chunks, context_parallel_size=args.context, **dims)
 tensor_parallel.model_parallel_cuda_manual_seed(1)
 replica, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
 utils.setup_microbatch_calculator(dist.get_rank(), None, args.batch, args.microbatch, replicas)
