@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from apex import optimizers
 from apex.optimizers import FusedAdam, FusedLAMB, FusedLARS
@@ -84,8 +85,31 @@ def norms_of_whole_parameters(rank: int) -> None:
                 torch.testing.assert_close(found.full_tensor(), expected, rtol=1e-5, atol=1e-6)
 
 
+def gradients_change_their_distribution(rank: int) -> None:
+    """A step finds gradients that are distributed, or laid out, in another way than those of the step before."""
+    mesh = init_device_mesh("cpu", (2,))
+    start, shard = torch.arange(28.0).view(7, 4), [Shard(0)]
+    whole = torch.nn.Parameter(start.clone())
+    param = torch.nn.Parameter(distribute_tensor(start.clone(), mesh, shard))
+    plain, sharded = FusedAdam([whole], lr=0.01), FusedAdam([param], lr=0.01)
+    for number, placements in enumerate((shard, shard, [Replicate()], [Partial()], shard, None, shard, [Replicate()])):
+        gradient = (start + number).cos()
+        whole.grad = gradient.clone()
+        if placements == [Partial()]:
+            param.grad = DTensor.from_local(gradient / 2, mesh, placements)
+        elif placements is None:  # the shard is not contiguous
+            own = distribute_tensor(gradient, mesh, shard).to_local().t().contiguous().t()
+            param.grad = DTensor.from_local(own, mesh, shard, shape=param.shape, stride=param.stride())
+        else:
+            param.grad = distribute_tensor(gradient.clone(), mesh, placements)
+        plain.step()
+        sharded.step()
+        assert torch.equal(param.full_tensor(), whole), (number, placements)
+
+
 CHECKS: dict[str, Check] = {
     "adam_and_its_state": adam_and_its_state,
+    "gradients_change_their_distribution": gradients_change_their_distribution,
     **{case[0]: like_torch(*case) for case in LIKE_TORCH},
     "norms_of_whole_parameters": norms_of_whole_parameters,
 }
