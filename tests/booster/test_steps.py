@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import apex
 from apex.booster import BoostedStep, Booster
+from apex.booster._compile import CompiledStep
 from apex.booster._stages import Stages
 from apex.booster._step import EAGER, Variant
 from apex.booster.mixed_precision import (
@@ -21,11 +22,12 @@ from apex.booster.mixed_precision import (
     MixedPrecision,
 )
 from apex.booster.plugin import TorchDDPPlugin
+from apex.graphs import _step as graphs_step
 from apex.ops.multi_tensor.torch_lists import TorchLists
 from tests.booster import problem
 from tests.graphs.recorder import CpuGraphs
 
-CAPTURED, COMPILED = Variant(False, True), Variant(True, False)
+CAPTURED, COMPILED, WHOLE = Variant(False, True), Variant(True, False), Variant(True, False, whole=True)
 
 
 @pytest.fixture
@@ -417,6 +419,107 @@ def test_a_failed_compilation_leaves_the_step_as_it_was(graphs: None, monkeypatc
         plain_loop(Training(fuse=True, compile={"backend": refuse}))
 
 
+def long_loop(training: Training) -> None:
+    """Accumulate and clip gradients, with a scheduler, an evaluation and a short batch after the measured calls."""
+    model, optimizer = training.model, training.optimizer
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=40)
+
+    @training.booster.step
+    def step(inputs: Tensor, targets: Tensor, last: bool = True) -> Tensor:
+        loss = loss_of(model, inputs, targets)
+        if last:
+            optimizer.backward(loss)
+            optimizer.clip_grad_by_norm(0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            loss.backward()
+        return loss
+
+    for number in range(40):
+        inputs, targets = problem.batch(number)
+        rows = 5 if number == 34 else len(inputs)
+        training.run(step, inputs[:rows], targets[:rows], **({"last": False} if number % 4 == 3 else {}))
+        scheduler.step()
+        if number == 36:
+            with torch.no_grad():
+                training.run(loss_of, model, *(part[:7] for part in problem.batch(100)))
+
+
+@pytest.mark.parametrize("capture", [False, "auto"])
+def test_a_step_of_a_model_with_large_outputs_is_also_compiled_as_a_whole(
+    capture: Any, graphs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = []
+
+    def note(graph: Any, inputs: Any) -> Any:
+        compiled.append([str(node.target) for node in graph.graph.nodes])
+        return graph.forward
+
+    monkeypatch.setattr(Stages, "compile_options", {"backend": note, "dynamic": False})
+    monkeypatch.setattr("apex.booster._step._LARGE_OUTPUTS", 1)
+    monkeypatch.setattr("apex.booster._step.min", lambda seconds, **kwargs: [*seconds][-1], raising=False)
+    torch._dynamo.reset()
+    boosted, expected = Training(fuse=True, compile="auto", capture=capture), Training(fuse=True)
+    for training in (boosted, expected):
+        long_loop(training)
+    assert_equal(boosted, expected)
+    losses = [targets for targets in compiled if any("cross_entropy" in target for target in targets)]
+    assert losses
+    assert all(any("linear" in target for target in targets) for targets in losses)
+    row = {row.stage: row for row in boosted.booster.report()}["compile"]
+    assert row.done
+    assert row.text.startswith(f"step: {WHOLE._replace(capture=bool(capture))} (eager")
+
+
+def test_a_model_with_small_outputs_is_compiled_alone(graphs: None) -> None:
+    training = Training(fuse=True, compile="auto")
+    long_loop(training)
+    assert "as a whole" not in str(training.booster.report())
+
+
+def test_a_failed_compilation_as_a_whole_leaves_the_step_as_it_was(
+    graphs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(graph: Any, inputs: Any) -> Any:
+        if any("cross_entropy" in str(node.target) for node in graph.graph.nodes):
+            raise RuntimeError("no code for this")
+        return graph.forward
+
+    monkeypatch.setattr(Stages, "compile_options", {"backend": refuse, "dynamic": False})
+    monkeypatch.setattr("apex.booster._step._LARGE_OUTPUTS", 1)
+    torch._dynamo.reset()
+    boosted, expected = Training(fuse=True, compile="auto"), Training(fuse=True)
+    for training in (boosted, expected):
+        long_loop(training)
+    assert_equal(boosted, expected)
+
+
+def test_a_step_that_cannot_be_captured_as_a_whole_keeps_its_other_graphs(
+    graphs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = graphs_step.Graph
+
+    def refuse(function: Any, *args: Any) -> Any:
+        if isinstance(function, CompiledStep):
+            raise NotImplementedError("not in a graph")
+        return original(function, *args)
+
+    monkeypatch.setattr(graphs_step, "Graph", refuse)
+    monkeypatch.setattr("apex.booster._step._LARGE_OUTPUTS", 1)
+    monkeypatch.setattr("apex.booster._step.min", lambda seconds, **kwargs: [*seconds][-1], raising=False)
+    torch._dynamo.reset()
+    boosted, expected = Training(fuse=True, compile="auto", capture="auto"), Training(fuse=True)
+    with pytest.warns(UserWarning, match="not in a graph"):
+        long_loop(boosted)
+    long_loop(expected)
+    assert_equal(boosted, expected)
+    row = {row.stage: row for row in boosted.booster.report()}["capture"]
+    assert row.text.startswith("step: compiled and captured (eager")
+    assert "not as a whole: " in row.text
+    assert "not in a graph" in row.text
+
+
 def test_only_the_first_shapes_run_compiled_and_evaluation_does_not(graphs: None, monkeypatch: Any) -> None:
     shapes = []
 
@@ -455,7 +558,8 @@ def test_find_fastest_keeps_the_quickest_with_the_right_losses_and_puts_the_stat
     clock = [0.0]
     monkeypatch.setattr("apex.booster._stages.time.perf_counter", lambda: clock[0])
     original = BoostedStep._run
-    costs = {EAGER: 5.0, CAPTURED: 2.0, COMPILED: 3.0, Variant(True, True): 1.0}
+    costs = {EAGER: 5.0, CAPTURED: 2.0, COMPILED: 3.0, WHOLE: 2.5, Variant(True, True): 1.0}
+    costs[WHOLE._replace(capture=True)] = 2.1
 
     def run(self: BoostedStep, variant: Variant, *args: Any) -> Any:
         clock[0] += costs[variant]
@@ -475,7 +579,7 @@ def test_find_fastest_keeps_the_quickest_with_the_right_losses_and_puts_the_stat
     report = training.booster.find_fastest(step, problem.batch(0))
     assert step.choice == CAPTURED
     rows = [row for row in report if row.stage == "find_fastest"]
-    assert len(rows) == 8
+    assert len(rows) == 12
     assert [row.text for row in rows if row.done] == ["captured: 2000.00 ms"]
     assert sum("losses differ" in row.text for row in rows) == 2
     for a, b in zip(training.params(), before, strict=True):
@@ -506,8 +610,9 @@ def test_find_fastest_leaves_out_what_does_not_compile(graphs: None, monkeypatch
         return loss
 
     rows = [row for row in training.booster.find_fastest(step, problem.batch(0)) if row.stage == "find_fastest"]
-    assert [row.done for row in rows] == [False, True]
+    assert [row.done for row in rows] == [False, False, True]
     assert rows[0].text == "fused, compiled: BackendCompilerFailed"
+    assert rows[1].text == "fused, compiled as a whole: BackendCompilerFailed"
     assert step.choice == EAGER
     for a, b in zip(training.params(), before, strict=True):
         assert torch.equal(a, b)

@@ -284,6 +284,38 @@ def test_gradients_are_accumulated_over_calls(outside: bool) -> None:
     assert_equal_bits(run(None), run(captured))
 
 
+@pytest.mark.parametrize("clears_first", [True, False])
+def test_gradients_of_a_call_that_is_not_captured_are_added(clears_first: bool) -> None:
+    """Let a backward pass outside of the step leave gradients after the capture of a step that found none."""
+
+    def run(way: Any) -> tuple[list[Tensor], Any]:
+        torch.manual_seed(0)
+        model = nn.Linear(8, 4)
+        optimizer = FusedAdam(model.parameters(), lr=0.01)
+
+        def step(inputs: Tensor, targets: Tensor) -> Tensor:
+            if clears_first:
+                optimizer.zero_grad()
+            loss = nn.functional.mse_loss(model(inputs), targets)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        each = step if way is None else way(step)
+        for index, (inputs, targets) in enumerate(batches("cpu", 16)):
+            if index in (6, 9, 12):
+                nn.functional.mse_loss(model(inputs + 1), targets).backward()
+            each(inputs, targets)
+            assert all(param.grad is None for param in model.parameters())
+        return [param.detach() for param in model.parameters()], each
+
+    expected, _ = run(None)
+    trained, step = run(captured)
+    assert step.reason is None
+    assert_equal_bits(expected, trained)
+
+
 @pytest.mark.parametrize(("level", "overflows"), [(None, ()), ("O2", (1, 6, 9, 15))])
 def test_state_that_is_saved_and_loaded_between_replays(level: str | None, overflows: tuple[int, ...]) -> None:
     """If overflows skip steps, the count of steps continues in the graph's memory."""

@@ -1,4 +1,4 @@
-"""A model that runs compiled inside of boosted steps, and the progress of compiling it."""
+"""Models and training steps that run compiled inside of boosted steps, and the progress of compiling them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ..checkpoint._ranks import is_first
 
@@ -39,14 +40,27 @@ class CompiledModel:
     def __init__(self, model: nn.Module, options: dict[str, Any], dtype: torch.dtype | None = None) -> None:
         """Store the options. `dtype`, the precision's dtype, becomes part of the key of compiled code in caches."""
         self.name = type(model).__name__.removeprefix("Fused")
+        self.output_bytes = 0  # of the largest outputs with gradients of a compiled call
         self._model, self._options, self._dtype = model, options, dtype
-        self._call: Callable[..., Any] | None = None
+        self._compiled: Callable[..., Any] | None = None
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the compiled forward pass and note the size of its outputs."""
+        assert self._compiled is not None
+        outputs = self._compiled(*args, **kwargs)
+        tensors = (leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad)
+        self.output_bytes = max(self.output_bytes, sum(tensor.nbytes for tensor in tensors))
+        return outputs
+
+    def compiled_step(self, function: Callable[..., Any], suppress_errors: bool) -> CompiledStep:
+        """Return a training step that is compiled as a whole, with this model's options."""
+        return CompiledStep(function, lambda: _cached(self._options, self._dtype), suppress_errors)
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Use the compiled forward pass inside the block."""
-        if self._call is None:
-            self._call = torch.compile(_compilable(self._model), **_cached(self._options, self._dtype))
+        if self._compiled is None:
+            self._compiled = torch.compile(_compilable(self._model), **_cached(self._options, self._dtype))
         attributes = vars(self._model)
         before = attributes.get("_compiled_call_impl")  # of `model.compile()`, or of a step that called this one
         attributes["_compiled_call_impl"] = self._call
@@ -54,6 +68,39 @@ class CompiledModel:
             yield
         finally:
             attributes["_compiled_call_impl"] = before
+
+
+class CompiledStep:
+    """A training step that `active` compiles as a whole, so that models and the loss around them share kernels.
+
+    Dynamo splits the step at `backward` and at the methods of a boosted optimizer, which run as they are. With
+    `suppress_errors` parts that the compiler fails for run as they are, too; after an optimizer's step a caller could
+    not run the step again.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], options: Callable[[], dict[str, Any]], suppress_errors: bool
+    ) -> None:
+        functools.update_wrapper(self, function)
+        self.name = getattr(function, "__name__", "step")
+        self._function = self._call = function
+        self._options, self._suppress_errors = options, suppress_errors
+        self._compiled: Callable[..., Any] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Use compiled code inside the block."""
+        if self._compiled is None:
+            self._compiled = torch.compile(self._function, **self._options())
+        self._call = self._compiled
+        try:
+            with torch._dynamo.config.patch(suppress_errors=self._suppress_errors):
+                yield
+        finally:
+            self._call = self._function
 
 
 def _compilable(model: nn.Module) -> Callable[..., Any]:

@@ -243,6 +243,8 @@ class Stages:
         args, kwargs = ((), batch) if isinstance(batch, dict) else (batch if isinstance(batch, tuple) else (batch,), {})
         fusions = self._choices("fuse")
         variants = [Variant(*pair) for pair in itertools.product(self._choices("compile"), self._choices("capture"))]
+        if len(self._choices("compile")) > 1:
+            variants += [variant._replace(whole=True) for variant in variants if variant.compile]
         wrappers = [wrapper for reference in self._wrappers if (wrapper := reference()) is not None]
         before = TrainingSnapshot(self._models, self._optimizers, wrappers)
         losses: dict[Any, list[float]] = {}

@@ -17,22 +17,32 @@ from torch import Tensor, nn
 
 from ..graphs import CapturedStep
 from ..graphs._captured import flattened, map_tensors
-from ._compile import CompiledModel, progress
+from ._compile import CompiledModel, CompiledStep, progress
 from ._snapshot import ForwardSnapshot
 
 # Timed calls of each variant, and eager calls before a capture.
 _TIMED, _WARMUP = 3, 3
+# Least bytes of a model's outputs for which compiling the loss with the model is tried: an H200 passes over them in 16
+# microseconds, and PyTorch's operators take ten passes and more for a loss of logits.
+_LARGE_OUTPUTS = 2**26
 
 
 class Variant(NamedTuple):
-    """A way to run a step."""
+    """A way to run a step. If `whole` is set, not only its models are compiled, but the step with its loss."""
 
     compile: bool
     capture: bool
+    whole: bool = False
 
     def __str__(self) -> str:
-        words = [word for word, is_so in (("compiled", self.compile), ("captured", self.capture)) if is_so]
+        compiled = "compiled as a whole" if self.whole else "compiled"
+        words = [word for word, is_so in ((compiled, self.compile), ("captured", self.capture)) if is_so]
         return " and ".join(words) or "eager"
+
+    @property
+    def compiled_stage(self) -> str:
+        """Name of what is compiled, in `BoostedStep.problems`."""
+        return "compile as a whole" if self.whole else "compile"
 
     @property
     def untimed(self) -> int:
@@ -66,11 +76,12 @@ class BoostedStep:
         self.problems: dict[str, str] = {}  # by stage: why it failed in a call
         self.seconds: dict[Variant, float] = {}
         self._compiled, self._models, self._backend = compiled, models, backend
+        self._whole: CompiledStep | None = compiled[0].compiled_step(function, EAGER in variants) if compiled else None
         self._first_shapes_only = first_shapes_only
         self._runners: dict[Variant, CapturedStep] = {}
         self._first_kind: Any = None
         self._first_shapes: Any = None
-        self._has_compiled = False
+        self._has_compiled: set[str] = set()
         self._baseline, self._may_fall_back = variants[0], EAGER in variants
         self._calls, self._times = 0, list[float]()
         self._other_calls = 0  # calls that were not measured, because their arguments differ from the first call's
@@ -116,16 +127,22 @@ class BoostedStep:
             _wait()
             self._times.append(time.perf_counter() - begin)
         reason = variant.capture and self._runners[variant].reason
-        if reason:
+        if reason and variant.whole:
+            self.problems[variant.compiled_stage] = reason
+            self._pending = []
+        elif reason:
             self.problems["capture"] = reason
             eager = dict.fromkeys(pending._replace(capture=False) for pending in self._pending)
             self._pending = [pending for pending in eager if pending not in self.seconds]
             self._calls, self._times = 0, []
-        elif variant.compile and "compile" in self.problems:
+        elif variant.compile and variant.compiled_stage in self.problems:
             self._pending, self._calls, self._times = [], 0, []
         elif len(self._times) == _TIMED:
             self.seconds[variant] = statistics.median(self._times)
             self._pending, self._calls, self._times = self._pending[1:], 0, []
+            is_large = any(model.output_bytes >= _LARGE_OUTPUTS for model in self._compiled)
+            if not self._pending and is_large and variant.compile and not variant.whole:
+                self._pending = [variant._replace(whole=True)]
             if self._pending:
                 self._free(except_for=None)
         if not self._pending:
@@ -141,25 +158,26 @@ class BoostedStep:
         return map_tensors(_kept, outputs) if variant.capture else outputs
 
     def _run_variant(self, variant: Variant, compiles: bool, args: Any, kwargs: Any) -> Any:
-        runner = self._runner(variant)
-        if not (variant.compile and compiles) or "compile" in self.problems:
+        runner, stage = self._runner(variant), variant.compiled_stage
+        if not (variant.compile and compiles) or stage in self.problems:
             return runner(*args, **kwargs)
+        parts = [self._whole] if variant.whole and self._whole is not None else self._compiled
         with contextlib.ExitStack() as stack:
-            for model in self._compiled:
-                stack.enter_context(model.active())
-            if self._has_compiled:
+            for part in parts:
+                stack.enter_context(part.active())
+            if stage in self._has_compiled:
                 return runner(*args, **kwargs)
             before = ForwardSnapshot(self._models) if self._may_fall_back else None
-            stack.enter_context(progress(f"compiling {', '.join(model.name for model in self._compiled)}"))
+            stack.enter_context(progress(f"compiling {', '.join(part.name for part in parts)}"))
             try:
                 outputs = runner(*args, **kwargs)
             except Exception as error:
                 if before is None or not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
                     raise
                 problem = " ".join(str(error).split()[:40])
-                self.problems["compile"] = f"torch.compile failed: {type(error).__name__}: {problem}"
+                self.problems[stage] = f"torch.compile failed: {type(error).__name__}: {problem}"
             else:
-                self._has_compiled = True
+                self._has_compiled.add(stage)
                 return outputs
         before.restore()  # outside of the `except` block, so that the traceback and its tensors are freed
         return self._runner(EAGER)(*args, **kwargs)
@@ -169,7 +187,8 @@ class BoostedStep:
         if variant not in self._runners:
             warmup = _WARMUP if variant.capture else sys.maxsize
             backend = None if self._backend is None else self._backend()
-            self._runners[variant] = CapturedStep(self.function, warmup=warmup, backend=backend)
+            function = self._whole if variant.whole and self._whole is not None else self.function
+            self._runners[variant] = CapturedStep(function, warmup=warmup, backend=backend)
         return self._runners[variant]
 
     def _free(self, except_for: Variant | None) -> None:
@@ -190,7 +209,9 @@ class BoostedStep:
         times = ", ".join(f"{variant} {1e3 * seconds:.2f} ms" for variant, seconds in self.seconds.items())
         runner = self._runners.get(self.choice)
         graphs = f"; {runner.report()}" if runner is not None and self.choice.capture else ""
-        return f"{self.choice}{f' ({times})' if times else ''}{graphs}"
+        whole = self.problems.get("compile as a whole")
+        problem = f"; not as a whole: {whole}" if whole else ""
+        return f"{self.choice}{f' ({times})' if times else ''}{graphs}{problem}"
 
 
 def _kept(tensor: Tensor) -> Tensor:

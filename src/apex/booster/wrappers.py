@@ -159,6 +159,14 @@ def _kind(value: Any) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
+def _exclude_from_compilation(cls: Any) -> None:
+    """Let methods of a boosted optimizer run as they are where a training step is compiled as a whole."""
+    for name in ("backward", "backward_by_grad", "unscale_grad", "clip_grad_by_value", "clip_grad_by_norm", "step",
+                 "zero_grad"):  # fmt: skip
+        if name in vars(cls):  # torch.compiler.disable would import the compiler here: 1.8 s
+            setattr(cls, name, torch._disable_dynamo(vars(cls)[name]))
+
+
 class OptimizerWrapper(torch.optim.Optimizer):
     """An optimizer around `optim` that also runs backward passes, and clips and measures gradients.
 
@@ -180,6 +188,10 @@ class OptimizerWrapper(torch.optim.Optimizer):
     measure: Callable[[float], Tensor] | None = None
     # For the losses of routers: a function that returns the loss scale.
     _loss_scale: Callable[[], Tensor] | None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        _exclude_from_compilation(cls)
 
     def __init__(self, optim: torch.optim.Optimizer) -> None:  # PyTorch's constructor is not called: no state is needed
         self.optim = optim
@@ -416,3 +428,6 @@ class OptimizerWrapper(torch.optim.Optimizer):
         """Return the optimizer inside of all wrappers."""
         inner = self.optim
         return inner.unwrap() if isinstance(inner, OptimizerWrapper) else inner
+
+
+_exclude_from_compilation(OptimizerWrapper)

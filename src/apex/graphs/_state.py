@@ -142,13 +142,18 @@ class State:
         self._needs: list[tuple[StateLocation, Any, bool]] = []
         self._results: list[tuple[StateLocation, Any]] = []
         leaves: list[Tensor] = []
+        # Parameters without gradients before the step and after it. A gradient that an earlier call has left there
+        # would be added to the step's own.
+        self._without_gradient: list[Tensor] = []
         stepped = {id(param) for param in parameters(before.optimizers)}
         for location, value, version, copied in before.values:
             if (id(location.root), *location.path[1:]) in capture.followed:
                 continue
             after = location.read()
-            # A missing gradient matters only to an optimizer that steps the parameter.
-            is_read = id(value) in capture.reads and (value is not None or id(location.root) in stepped)
+            if location.temporary and value is after is None and id(location.root) in stepped:
+                self._without_gradient.append(location.root)
+                continue
+            is_read = id(value) in capture.reads and value is not None
             is_written, is_replaced = version_of(after) != version, not location.has(value)
             if location.temporary and not (is_written or is_replaced or is_read):
                 continue
@@ -185,6 +190,8 @@ class State:
         parts = [part for entries in self._entries for part in entries.values()]
         if len(parts) != len(self._parts) or not all(map(operator.is_, parts, self._parts)):
             return "the parts or hooks of a module"
+        if any(param.grad is not None for param in self._without_gradient):
+            return "the gradients that an earlier call left (were None)"
         moved = []
         for location, need, is_changed in self._needs:
             current = location.read()
