@@ -66,6 +66,9 @@ def _with_items(original: Any, changes: dict[Any, Any]) -> Any:
     """Return a copy of a mapping or list with changed items; a dict if a mapping cannot be copied and changed."""
     if not changes:
         return original
+    if torch.compiler.is_compiling() and isinstance(original, Mapping) and dataclasses.is_dataclass(original):
+        # Outputs of transformers. Up to PyTorch 2.12 Dynamo splits a graph at copy.copy, and keeps all logits there.
+        return type(original)(**{**original, **changes})
     try:
         copied = copy.copy(original)
         for key, item in changes.items():
