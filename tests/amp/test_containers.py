@@ -233,23 +233,6 @@ def test_compiled_models(name: str) -> None:
         torch.testing.assert_close(found, value)
 
 
-@dataclasses.dataclass
-class ModelOutput(OrderedDict):
-    """A dict that is also a dataclass, as transformers has them."""
-
-    loss: Any = None
-    logits: Any = None
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            if (value := getattr(self, field.name)) is not None:
-                self[field.name] = value
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        super().__setitem__(key, value)
-        super().__setattr__(key, value)
-
-
 def test_a_dict_that_is_a_dataclass_does_not_split_the_graph_of_a_model_and_its_loss() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:

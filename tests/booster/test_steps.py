@@ -472,7 +472,12 @@ def test_a_step_of_a_model_with_large_outputs_is_also_compiled_as_a_whole(
     assert row.text.startswith(f"step: {WHOLE._replace(capture=bool(capture))} (eager")
 
 
-def test_a_model_with_small_outputs_is_compiled_alone(graphs: None) -> None:
+@pytest.mark.parametrize("outputs", ["small", "of replicas"])
+def test_a_model_is_compiled_alone(outputs: str, graphs: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check it for models whose loss costs little, and for replicas, whose hooks are not for the compiler."""
+    if outputs == "of replicas":
+        monkeypatch.setattr("apex.booster._step._LARGE_OUTPUTS", 1)
+        monkeypatch.setattr("apex.booster._stages.is_replicated", lambda model: True)
     training = Training(fuse=True, compile="auto")
     long_loop(training)
     assert "as a whole" not in str(training.booster.report())

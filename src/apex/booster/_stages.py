@@ -25,7 +25,7 @@ from ._snapshot import TrainingSnapshot
 from ._step import EAGER, BoostedStep, Variant, _wait
 from .mixed_precision import BF16MixedPrecision, FP16ApexMixedPrecision
 from .plugin.torch_ddp_plugin import TorchDDPPlugin
-from .wrappers import unwrapped
+from .wrappers import is_replicated, unwrapped
 
 # Modes of torch.compile that make CUDA graphs themselves.
 _WITH_GRAPHS = ("reduce-overhead", "max-autotune")
@@ -56,6 +56,7 @@ class Stages:
         self._optimizers: list[Any] = []
         self._wrappers: list[Any] = []  # weak references to the boosted optimizers
         self._compiled: list[CompiledModel] = []
+        self._compiles_whole = plugin is None  # a plugin's hooks and exchanges would be compiled with the step
         self._steps: list[BoostedStep] = []
         obstacle = self._capture_obstacle()
         if capture is True and obstacle:
@@ -155,6 +156,7 @@ class Stages:
         """Note a boosted model and its optimizer, and decide whether steps compile and capture."""
         inner = unwrapped(model)
         self._models.append(inner)
+        self._compiles_whole &= not is_replicated(model)
         if optimizer is not None:
             self._optimizers.append(optimizer.unwrap())
             self._wrappers.append(weakref.ref(optimizer))
@@ -210,9 +212,20 @@ class Stages:
         variants = self.variants()
         if variants == [EAGER]:
             return function
-        options: dict[str, Any] = {"first_shapes_only": self.compile == "auto", "backend": self.graphs}
-        self._steps.append(BoostedStep(function, variants, self._compiled, self._models, **options))
+        self._steps.append(self._boosted(function, variants))
         return self._steps[-1]
+
+    def _boosted(self, function: Callable[..., Any], variants: list[Variant]) -> BoostedStep:
+        """Return a step with this Booster's settings that runs in one of the variants."""
+        return BoostedStep(
+            function,
+            variants,
+            self._compiled,
+            self._models,
+            first_shapes_only=self.compile == "auto",
+            compiles_whole=self._compiles_whole,
+            backend=self.graphs,
+        )
 
     def reset(self) -> None:
         """Drop the graphs of all steps; later calls capture anew. Does nothing where steps are not captured."""
@@ -243,7 +256,7 @@ class Stages:
         args, kwargs = ((), batch) if isinstance(batch, dict) else (batch if isinstance(batch, tuple) else (batch,), {})
         fusions = self._choices("fuse")
         variants = [Variant(*pair) for pair in itertools.product(self._choices("compile"), self._choices("capture"))]
-        if len(self._choices("compile")) > 1:
+        if len(self._choices("compile")) > 1 and self._compiles_whole:
             variants += [variant._replace(whole=True) for variant in variants if variant.compile]
         wrappers = [wrapper for reference in self._wrappers if (wrapper := reference()) is not None]
         before = TrainingSnapshot(self._models, self._optimizers, wrappers)
@@ -252,8 +265,7 @@ class Stages:
         try:
             for is_fused, variant in itertools.product(fusions, variants):
                 self._set_fused(is_fused)
-                options: dict[str, Any] = {"first_shapes_only": self.compile == "auto", "backend": self.graphs}
-                trial = BoostedStep(function, [variant], self._compiled, self._models, **options)
+                trial = self._boosted(function, [variant])
                 try:
                     losses[is_fused, variant], times = _timed(trial, args, kwargs)
                     seconds[is_fused, variant] = statistics.median(times[variant.untimed :])

@@ -58,7 +58,8 @@ class BoostedStep:
 
     Every call is a step of the training; nothing runs twice. Only calls whose arguments have the shapes of the first
     call are measured. If `first_shapes_only` is set, only such calls use compiled code, because other shapes would be
-    compiled again. Returned tensors have no gradients. Those of more than one element are valid until the next call.
+    compiled again. If `compiles_whole` is set and a model has large outputs, compiling it together with the loss is
+    measured, too. Returned tensors have no gradients. Those of more than one element are valid until the next call.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class BoostedStep:
         models: Sequence[nn.Module],
         *,
         first_shapes_only: bool = True,
+        compiles_whole: bool = True,
         backend: Callable[[], Any] | None = None,
     ) -> None:
         functools.update_wrapper(self, function)
@@ -76,7 +78,9 @@ class BoostedStep:
         self.problems: dict[str, str] = {}  # by stage: why it failed in a call
         self.seconds: dict[Variant, float] = {}
         self._compiled, self._models, self._backend = compiled, models, backend
-        self._whole: CompiledStep | None = compiled[0].compiled_step(function, EAGER in variants) if compiled else None
+        self._whole: CompiledStep | None = None
+        if compiled and compiles_whole:
+            self._whole = compiled[0].compiled_step(function, suppress_errors=EAGER in variants)
         self._first_shapes_only = first_shapes_only
         self._runners: dict[Variant, CapturedStep] = {}
         self._first_kind: Any = None
@@ -141,7 +145,7 @@ class BoostedStep:
             self.seconds[variant] = statistics.median(self._times)
             self._pending, self._calls, self._times = self._pending[1:], 0, []
             is_large = any(model.output_bytes >= _LARGE_OUTPUTS for model in self._compiled)
-            if not self._pending and is_large and variant.compile and not variant.whole:
+            if not self._pending and is_large and self._whole is not None and variant.compile and not variant.whole:
                 self._pending = [variant._replace(whole=True)]
             if self._pending:
                 self._free(except_for=None)

@@ -7,7 +7,6 @@ import warnings
 
 from ..checkpoint._ranks import is_first
 
-
 _SKIPPED = ("apex.", "torch._compile", "torch._dynamo.")
 
 

@@ -141,6 +141,13 @@ def unwrapped(model: Any) -> Any:
     return model
 
 
+def is_replicated(model: nn.Module) -> bool:
+    """Return whether a model is, or has inside, torch's or apex's DistributedDataParallel."""
+    from ..transformer.pipeline_parallel.utils import REPLICATED
+
+    return any(isinstance(module, REPLICATED) for module in model.modules())
+
+
 def check_boosted(optimizer: Any) -> None:
     """Raise unless `optimizer` is one that `boost` returned."""
     if not callable(getattr(optimizer, "backward", None)):
