@@ -67,7 +67,7 @@ def _with_items(original: Any, changes: dict[Any, Any]) -> Any:
     if not changes:
         return original
     if torch.compiler.is_compiling() and isinstance(original, Mapping) and dataclasses.is_dataclass(original):
-        # Outputs of transformers. Up to PyTorch 2.12 Dynamo splits a graph at copy.copy, and keeps all logits there.
+        # Outputs of transformers. Dynamo of PyTorch 2.11, unlike that of 2.13, splits a graph at copy.copy and keeps all logits.
         return type(original)(**{**original, **changes})
     try:
         copied = copy.copy(original)
