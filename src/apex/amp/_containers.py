@@ -67,7 +67,8 @@ def _with_items(original: Any, changes: dict[Any, Any]) -> Any:
     if not changes:
         return original
     if torch.compiler.is_compiling() and isinstance(original, Mapping) and dataclasses.is_dataclass(original):
-        # Outputs of transformers. Dynamo of PyTorch 2.11, unlike that of 2.13, splits a graph at copy.copy and keeps all logits.
+        # Outputs of transformers. Dynamo of PyTorch 2.11, unlike that of 2.13, splits graphs at copy.copy, and a loss
+        # behind it reads all logits from memory.
         return type(original)(**{**original, **changes})
     try:
         copied = copy.copy(original)
