@@ -208,7 +208,7 @@ class Make:
         return torch.randint(low, high, shape, generator=self._generator, dtype=dtype, device=self.device)
 
     def tensor(self, values: Sequence[Any], dtype: torch.dtype) -> Tensor:
-        """Return the given values."""
+        """Return a tensor of `values` on the example's device."""
         return torch.tensor(values, dtype=dtype, device=self.device)
 
     def _randn(self, shape: Sequence[int]) -> Tensor:

@@ -110,9 +110,9 @@ class Problem(NamedTuple):
     def programs(self, batch: int, rows: int, block: int, keys: bool = False) -> int:
         """Return the number of programs: one per tile of each head, of keys and their heads if `keys`, else of queries.
 
-        With a tail, each packed sequence and the rows after the last have at most one tile too many. For 16
-        documents of 512 to 8192 rows, 65,536 in all, a tile for each 64 of the greatest length and of all rows were
-        98,304 programs, of which 33,000 had rows.
+        With a tail, each packed sequence and the rows after the last have at most one tile too many. Tiles
+        for the greatest length of every sequence, and for all rows, would be 98,304 programs for 16 documents of 512 to
+        8192 rows, 65,536 in all, and only 33,000 of them would have rows.
         """
         total = (self.total_keys if keys else 0) or self.total
         tiles = total // block + batch + 1 if self.tail else batch * -(-rows // block)

@@ -91,7 +91,7 @@ def blocks_per_program(facts: DeviceFacts, blocks: int, elements: int) -> int:
 def walk(facts: DeviceFacts, blocks: int, has_codes: bool) -> tuple[int, int]:
     """Return how many of the `blocks` a program that measures nothing walks over, and the stages of its loads."""
     if facts.backend == "interpreter":
-        return (2, 2) if has_codes else (1, 1)  # so that tests see both
+        return (2, 2) if has_codes else (1, 1)  # so that tests cover programs with and without a loop
     is_long = blocks >= CODED_BLOCKS * ENOUGH_PROGRAMS
     return (CODED_BLOCKS, CODED_STAGES) if has_codes and is_long and facts.backend == "cuda" else (1, 1)
 
