@@ -34,7 +34,7 @@ from apex.transformer.moe import MoESubmodules
 PACKAGES = ("apex.transformer", "apex.fp8")
 ELSEWHERE = [estimate_memory, *(each for owner in (Booster, CheckpointIO, ASP) for each in vars(owner).values())]
 UNCHECKED = {
-    "sum_over_model, same_shapes, only, wanted, check_scaling, make_history": "called by the library alone",
+    "sum_over_model, shapes_of_stages, only, wanted, check_scaling, make_history": "called by the library alone",
     "GradScaler.__init__, FusedScaleMaskSoftmax.forward": "check their arguments themselves",
     "Float8Linear.forward, ColumnParallelLinear.forward, RowParallelLinear.forward": "call functions that check",
     "FusedScaleMaskSoftmax.is_kernel_available, GenericFusedScaleMaskSoftmax.is_kernel_available": "ignore them",

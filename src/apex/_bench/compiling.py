@@ -17,7 +17,7 @@ def compiled(function: Callable[..., Any], device: torch.device) -> Callable[...
 
 
 def _compile_in_this_process() -> None:
-    """Start no pool of compiler processes: they would still be starting, on every core, while others are timed."""
+    """Start no pool of compiler processes, which would still be starting while other implementations are timed."""
     import torch._inductor.config as settings
 
     settings.compile_threads = 1
@@ -26,8 +26,8 @@ def _compile_in_this_process() -> None:
 def _keep_buffers_after_backward(device: torch.device) -> None:
     """Turn donated buffers off for the rest of the process, because they forbid `retain_graph=True`.
 
-    PyTorch keeps such settings per thread and runs a GPU's backward pass in another thread. So the setting is made in
-    this thread and, by the hook of a tiny backward pass, in that one.
+    PyTorch keeps this setting per thread and runs a GPU's backward pass in a thread of its own. The hook of a tiny
+    backward pass makes the setting there.
     """
     import torch._functorch.config as settings
 

@@ -48,7 +48,7 @@ def _case(example: Example, row: Row, way: str) -> Case:
     # A title shows the direction at "{way}", or nothing for a forward pass. Other titles end with the direction.
     title = example.title if "{way}" in example.title else example.title + " " + way
     name = title.format(name=example.name, way="" if way == "fwd" else f" {way}", **words)
-    forward, backward = (example.moved or functools.partial(_traffic, example))(row.dtype, *row.sizes)
+    forward, backward = (example.bytes_moved or functools.partial(_traffic, example))(row.dtype, *row.sizes)
     moved = {"fwd": forward, "bwd": backward}.get(way, forward + backward)
     make = functools.partial(prepare, example, row.sizes, row.dtype, way)
     # A step is timed by the wall clock, as a training loop sees it.

@@ -19,7 +19,7 @@ from .collectives import Work
 
 @dataclass
 class Sent:
-    """A bucket that is being reduced: its values, and the tensor of the result if it is another one."""
+    """A bucket that is being reduced: its values, and the tensor of the result if the reduction is not in place."""
 
     bucket: int
     work: Work
@@ -63,7 +63,7 @@ class BucketReducer:
         raise NotImplementedError
 
     def _note(self, param: int, buckets: Iterable[int]) -> None:
-        """Record that the gradient of a parameter in these buckets has arrived."""
+        """Record that the gradient of a parameter, which lies in these buckets, has been computed."""
         for bucket in buckets:
             self._waiting_for[bucket].discard(param)
             if not self._waiting_for[bucket]:

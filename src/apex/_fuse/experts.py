@@ -22,12 +22,12 @@ from .rule import FusionRule, in_mode
 _FLAGS = ("is_transposed", "is_concatenated", "has_bias", "has_gate")
 # Names of the layers of one expert where experts are separate modules.
 _SEPARATE = (("gate_proj", "up_proj", "down_proj"), ("w1", "w2", "w3"))
-# Largest sizes of the small copy that is tried, and of its input.
+# Most experts and channels of the small copy that is compared; tokens, and experts per token, of its input.
 _EXPERTS, _SIZE, _TOKENS, _CHOSEN = 3, 16, 6, 2
 
 
 class _Unit(NamedTuple):
-    """The gated unit of a module, and whether gate and value alternate."""
+    """The gated linear unit of a module, and whether columns of gate and value alternate."""
 
     activation: str
     interleaved: bool
@@ -100,7 +100,7 @@ def _make_forward(original: Any) -> Callable[..., Tensor]:
         if len(args) > 3 or set(arguments) != set(names) or not _is_plain(self, *(arguments[name] for name in names)):
             return original.forward(self, *args, **kwargs)
         hidden, index, weight = (arguments[name] for name in names)
-        chosen = self.fused_settings
+        gated_unit = self.fused_settings
         output = moe_experts(
             hidden,
             self.gate_up_proj,
@@ -108,8 +108,8 @@ def _make_forward(original: Any) -> Callable[..., Tensor]:
             index,
             weight,
             bias=(self.gate_up_proj_bias, self.down_proj_bias) if self.has_bias else None,
-            activation=chosen.activation,
-            interleaved=chosen.interleaved,
+            activation=gated_unit.activation,
+            interleaved=gated_unit.interleaved,
             transposed=self.is_transposed,
         )
         return output.to(hidden.dtype)
@@ -141,10 +141,9 @@ def _probe(module: Any) -> tuple[Tensor, Tensor, Tensor] | None:
 
 
 def _sizes(module: Any) -> tuple[int, int, int, int, int]:
-    """Return E, H and F of a module, then E of its small copy and the copy's H, which equals its F.
+    """Return E, H and F of a module, then E and H of its small copy (see `_small`), where F equals H.
 
-    H and F of the copy are equal, because an integer attribute that equals one may stand for the other. If E of the
-    module equals H or F, E of the copy does too.
+    Sizes that are equal in the module are equal in the copy, because an integer attribute may stand for either.
     """
     experts, first, second = module.gate_up_proj.shape
     hidden, width = (first, second // 2) if module.is_transposed else (second, first // 2)

@@ -23,7 +23,7 @@ from .rule import FusionRule, has_hooks, names_used, with_functions
 _LOSS = "CrossEntropyLoss"  # T5 makes one
 _ADDED = "final_logits_bias"  # a buffer of BART
 _KINDS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "MarianMTModel")
-# The names of the head, and of a language model inside of one with images that computes the loss (Llama 4).
+# Attribute names of heads, and of the language model inside an image model, which computes the loss (Llama 4).
 _HEADS = ("lm_head", "proj_out", "output_projection", "embed_out", "generator_lm_head")
 _INNER = "language_model"
 _CAUSAL, _MASKED = "ForCausalLMLoss", "ForMaskedLMLoss"  # loss functions of transformers; the second does not shift
@@ -52,14 +52,14 @@ _NAMES = {
     *("logger", "warning", "warning_once", "warn", "warnings", "FutureWarning", "num_layers", "num_decoder_layers"),
     *("model_parallel", "cuda", "set_device", "first_device", "weight", "training", "_attn_implementation"),
     *("original_max_position_embeddings", "rope_scaling"),
-    # releases of transformers before 5: models of images
+    # image models before transformers 5
     *("vision_feature_layer", "vision_feature_select_strategy", "vision_config"),
     # BART and its relatives
     *("shift_tokens_right", "pad_token_id", "decoder_start_token_id", _ADDED),
     *("encoder_global_attentions", "encoder_router_logits", "decoder_router_logits"),
     # speech: labels and masks of audio
     *("max_target_positions", "ValueError", "pop", "tuple", "list", "attention_mask", "labels"),
-    # a language model inside, and how its inputs are put together
+    # the language model inside an image model, and the assembly of its inputs
     *(_INNER, "get_input_embeddings", "get", "get_image_features", "get_placeholder_mask", "masked_scatter"),
     *("multi_modal_projector", "deepstack_features", "image_pooler_output", "video_pooler_output", "shared_kv_states"),
     # other names of backbones and of their states
@@ -200,10 +200,10 @@ class _CrossEntropyLoss(nn.CrossEntropyLoss):
 class _Settings(NamedTuple):
     """How a model computes its loss.
 
-    - `head`: the name of the head; "" if the language model inside, whose settings are `inner`, has it;
+    - `head`: the name of the head; "" if it belongs to an inner language model, whose settings are `inner`;
     - `is_wrapped`: whether the head is a module that only calls its linear layer;
     - `loss`: the name of the model's `loss_function`, "" if its forward makes a loss of torch.nn;
-    - `takes_shifted`: whether that function has `shift_labels`, which older releases of transformers lack.
+    - `takes_shifted`: whether `loss_function` has the argument `shift_labels` (not in older transformers).
     """
 
     head: str
@@ -238,7 +238,7 @@ class _StandIn:
         shift_labels: Tensor | None = None,
         **options: Any,
     ) -> Tensor:
-        """Return the next-token loss, or the loss of masked tokens, with the arguments of transformers' functions."""
+        """Return the next-token loss, or the loss of masked tokens; the signature is transformers'."""
         target, count = shift_labels if self.settings.takes_shifted else None, num_items_in_batch
         if self.settings.loss == _MASKED:
             target = labels
@@ -251,7 +251,7 @@ class _StandIn:
 
 
 class _Inner:
-    """A replacement of the language model inside of another one; a call returns logits that are not computed."""
+    """A replacement of the language model inside an image model; a call returns logits that are not computed."""
 
     def __init__(self, model: Any, settings: _Settings) -> None:
         self.owner, self.settings = model, settings
@@ -292,12 +292,12 @@ def _calls_loss(kind: Any) -> bool:
 
 
 def _losses(kind: Any) -> dict[str, Any]:
-    """Return the globals of a forward that makes a loss of torch.nn, replaced; {} if it calls `loss_function`."""
+    """Return replacements of globals for a forward that makes a loss of torch.nn; {} if it calls `loss_function`."""
     used, names = names_used(kind.forward), getattr(inspect.unwrap(kind.forward), "__globals__", {})
     if _LOSS not in used:
         return {}
     changes: dict[str, Any] = {_LOSS: _CrossEntropyLoss} if names.get(_LOSS) is nn.CrossEntropyLoss else {}
-    if "nn" in used and names.get("nn") is nn:  # nothing else of it is among the names of `_NAMES`
+    if "nn" in used and names.get("nn") is nn:  # `_NAMES` allows no other attribute of torch.nn
         changes["nn"] = SimpleNamespace(CrossEntropyLoss=_CrossEntropyLoss)
     return changes
 
@@ -336,8 +336,8 @@ def _obstacle(module: Any, settings: _Settings) -> str:
     return ""
 
 
-# Arguments with which a call keeps the model's own setting of `use_cache`. Without a cache, transformers takes
-# positions that begin anew for those of packed sequences, which do not see each other.
+# Arguments that keep the model's own setting of `use_cache`. Without a cache, transformers treats positions that
+# restart at 0 as separate packed sequences, which do not attend to each other.
 _KEEP_CACHE = ("use_cache", "past_key_values", "position_ids")
 
 

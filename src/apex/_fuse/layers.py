@@ -1,6 +1,6 @@
 """Rules for layers and MLPs of transformers: two linear layers with an activation, residual + norm, layer scale + add.
 
-A layer's own forward runs on a stand-in for the layer, whose children return the objects of lazy.py. Children with
+A layer's own forward runs on a stand-in for the layer, whose children return `Lazy` objects. Children with
 hooks, and children of other classes (LoRA, float8), are called as they are.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ..ops.dense.reference import ACTIVATIONS, activate
-from .lazy import Active, Hidden, Known, Lazy, Scaled, Sum, plain
+from .lazy import Active, Hidden, Known, Lazy, Scaled, Sum, evaluated
 from .rule import FusionRule, has_hooks, in_mode, inherits, is_linear, names_reached, nothing, random_input
 
 # Names of the two linear layers of an MLP, of its activation, of attention, and of layer scales' factors.
@@ -97,18 +97,18 @@ class _Child:
             result = self._recorded(args[0])
             if result is not None:
                 return result
-        outputs = module(*tree_map(plain, args), **tree_map(plain, kwargs))
+        outputs = module(*tree_map(evaluated, args), **tree_map(evaluated, kwargs))
         if isinstance(outputs, tuple) and outputs and isinstance(outputs[0], Tensor):
             return Known(outputs[0]), *outputs[1:]
         return Known(outputs) if isinstance(outputs, Tensor) else outputs
 
     def _recorded(self, x: Any) -> Any:
-        """Return the result as an object of lazy.py, None if the child must be called."""
+        """Return the child's result as a `Lazy` object, None if the child must be called."""
         module = self._module
         if self._activation:
             return x.activated(self._activation, module) if isinstance(x, Hidden) else None
         if is_linear(module):
-            return Known(x.through(module)) if isinstance(x, Active) else Hidden(plain(x), module)
+            return Known(x.through(module)) if isinstance(x, Active) else Hidden(evaluated(x), module)
         if inherits(module, nn.Identity):
             return x
         if inherits(module, nn.Dropout):
@@ -118,7 +118,7 @@ class _Child:
             result = None if arguments is None else x.normalised(*arguments)
             return None if result is None else Known(result)
         factors = _factors(module)
-        return None if factors is None else Scaled(plain(x), factors)
+        return None if factors is None else Scaled(evaluated(x), factors)
 
 
 class _Stub:
@@ -150,7 +150,7 @@ class _StandIn:
         if name in ("_layer", "_settings", "_stub", "_is_lazy"):
             object.__setattr__(self, name, value)
         else:
-            setattr(self._layer, name, plain(value))
+            setattr(self._layer, name, evaluated(value))
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._layer, name)
@@ -175,7 +175,7 @@ def _identity(function: Any) -> Any:
 
 
 def _settings(module: Any) -> dict[str, tuple[str, Any]]:
-    """Return the activations of a layer by attribute name, each with its identity."""
+    """Return (activation name, `_identity`) of each activation of a layer, by attribute name."""
     activations = {}
     for name in _ACTIVATIONS:
         function = getattr(module, name, None)
@@ -264,7 +264,7 @@ def _layer_reason(module: Any) -> str:
 
 
 def _difference(module: Any, returns_tuple: bool, example: Tensor, others: list[Tensor]) -> str:
-    """Return a sentence about the first result that a lazy stand-in changes in a layer's forward, "" if none."""
+    """Describe the first result of a layer's forward that differs if its children are lazy; "" if none does."""
     rtol, atol = (2e-2, 2e-2) if example.dtype.itemsize == 2 else (1e-4, 1e-5)
     method, settings = type(module).forward, _settings(module)
     inputs = {"usual": example, "negative": -example.abs(), "large": example * 2.0**5, "tiny": example * 2.0**-10}
@@ -274,7 +274,7 @@ def _difference(module: Any, returns_tuple: bool, example: Tensor, others: list[
             leaf = x.clone().requires_grad_()
             with in_mode(module, training), torch.random.fork_rng(), torch.enable_grad():
                 torch.manual_seed(0)
-                output = tree_map(plain, method(_StandIn(module, settings, returns_tuple, is_lazy), leaf, *others))
+                output = tree_map(evaluated, method(_StandIn(module, settings, returns_tuple, is_lazy), leaf, *others))
                 output = output[0] if isinstance(output, tuple) else output
                 (gradient,) = torch.autograd.grad(output, leaf, output.detach().cos())
             results.append((output.detach(), gradient))
@@ -295,7 +295,7 @@ def _layer_forward(is_layer: bool, original: Any) -> Callable[..., Any]:
         is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # Inductor fuses these steps itself
         if is_traced or (is_layer and self.training and _has_dropout(self)):
             return method(self, *args, **kwargs)
-        return tree_map(plain, method(_StandIn(self, self.fused_settings), *args, **kwargs))
+        return tree_map(evaluated, method(_StandIn(self, self.fused_settings), *args, **kwargs))
 
     return forward
 

@@ -1,7 +1,7 @@
 """Tensors that are computed later, so that a layer's own forward can be run with fused operations.
 
-A layer's forward runs on a stand-in for the layer. The stand-in's children return objects of this file: the output of
-a linear layer, its activation, an output after a layer scale, and the sum of an output and a residual. The next step
+A layer's forward runs on a stand-in for the layer. The stand-in's children return `Lazy` objects: the output of a
+linear layer, its activation, an output after a layer scale, and the sum of an output and a residual. The next step
 chooses the fused operation: a second linear layer after an activation computes both layers at once, a norm after a sum
 adds and normalises in one pass. Any other operation on such an object gets the computed tensor.
 """
@@ -23,8 +23,8 @@ from ..ops.dense import dense_gelu_dense
 _ADDITIONS = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__, Tensor.add_}
 
 
-def plain(value: Any) -> Any:
-    """Return the tensor of an object of this file, and any other value as it is."""
+def evaluated(value: Any) -> Any:
+    """Return the tensor of a `Lazy` object, computed now if need be; return other values unchanged."""
     return value.tensor() if isinstance(value, Lazy) else value
 
 
@@ -51,7 +51,7 @@ class Lazy:
     def __add__(self, other: Any) -> Any:
         if isinstance(other, Scaled) and not isinstance(self, Scaled):
             self, other = other, self  # a scaled tensor computes scale and sum in one pass
-        other = plain(other)
+        other = evaluated(other)
         if isinstance(other, Tensor) and other.shape == self.tensor_shape():
             return self.plus(other)
         return self.tensor() + other
@@ -66,23 +66,23 @@ class Lazy:
     def __torch_function__(cls, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in _ADDITIONS and len(args) == 2 and not kwargs and function not in (Tensor.__iadd__, Tensor.add_):
             left, right = args
-            return left + plain(right) if isinstance(left, Lazy) else right + left
-        return function(*tree_map(plain, args), **tree_map(plain, kwargs or {}))
+            return left + evaluated(right) if isinstance(left, Lazy) else right + left
+        return function(*tree_map(evaluated, args), **tree_map(evaluated, kwargs or {}))
 
 
 def _forwarded(name: str) -> Callable[..., Any]:
     function = getattr(operator, name)
-    return lambda self, *others: function(plain(self), *map(plain, others))
+    return lambda self, *others: function(evaluated(self), *map(evaluated, others))
 
 
 for _name in ("sub", "mul", "truediv", "floordiv", "matmul", "pow", "neg", "getitem", "lt", "gt", "le", "ge"):
     setattr(Lazy, f"__{_name}__", _forwarded(f"__{_name}__"))
-Lazy.__rmul__ = lambda self, other: plain(other) * self.tensor()  # type: ignore[attr-defined]
-Lazy.__rsub__ = lambda self, other: plain(other) - self.tensor()  # type: ignore[attr-defined]
+Lazy.__rmul__ = lambda self, other: evaluated(other) * self.tensor()  # type: ignore[attr-defined]
+Lazy.__rsub__ = lambda self, other: evaluated(other) - self.tensor()  # type: ignore[attr-defined]
 
 
 class Known(Lazy):
-    """A tensor that is computed: the output of a layer."""
+    """A `Lazy` whose tensor exists already: the output of a layer."""
 
     def __init__(self, tensor: Tensor) -> None:
         super().__init__(lambda: tensor)
@@ -115,7 +115,7 @@ class Sum(Lazy):
         return self._output.shape
 
     def normalised(self, weight: Any, bias: Any, eps: float, subtract_mean: bool) -> Tensor | None:
-        """Return the norm of the sum; None if the two cannot be computed together.
+        """Return the norm of the sum; None if one pass cannot compute sum and norm.
 
         All tensors must have one dtype, except a weight that is not a parameter (1 + weight, in float32).
         """
@@ -130,28 +130,28 @@ class Sum(Lazy):
 
 
 class Hidden(Lazy):
-    """The output of the first of two linear layers."""
+    """The output of the first of two linear layers, not computed yet."""
 
     def __init__(self, input: Tensor, layer: Any) -> None:
         super().__init__(lambda: layer(input))
         self._input, self._layer = input, layer
 
     def activated(self, activation: str, function: Any) -> Lazy:
-        """Return the activation of this output; `function` computes it."""
+        """Return the activation of this output as a `Lazy`; `function` computes it if it is not fused."""
         if self._tensor is not None:
             return Known(function(self._tensor))
         return Active(self._input, self._layer, activation, function)
 
 
 class Active(Lazy):
-    """The activation between two linear layers."""
+    """The activation between two linear layers, not computed yet."""
 
     def __init__(self, input: Tensor, layer: Any, activation: str, function: Any) -> None:
         super().__init__(lambda: function(layer(input)))
         self._input, self._layer, self._activation = input, layer, activation
 
     def through(self, layer: Any) -> Tensor:
-        """Return this activation through the second linear layer, by both layers at once if it is not computed."""
+        """Return the second linear layer's output; one fused operation computes both layers if possible."""
         first, second = linear_parameters(self._layer), linear_parameters(layer)
         dtypes = {t.dtype for t in (self._input, *first, *second) if t is not None}
         if self._tensor is not None or (len(dtypes) > 1 and autocast_dtype(self._input) is None):

@@ -18,12 +18,12 @@ from ..ops.rope import RopeSpec, rotary_embedding_pair, rotate
 from .packed import changed_interface
 from .rule import FusionRule, names_used, random_input, with_functions
 
-# Names of functions of transformers that rotate.
+# Names of transformers' functions that rotate queries and keys.
 _FUNCTIONS = (
     *("apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave", "apply_rotary_pos_emb_vision"),
     "apply_rotary_emb",
 )
-_DIM = "unsqueeze_dim"  # their argument: 1 if heads are before tokens, 2 behind
+_DIM = "unsqueeze_dim"  # an argument of these functions: 1 if heads come before tokens, 2 if after
 # Their first arguments: query, key and tables; query, key and complex tables; one tensor and tables.
 _PAIR, _COMPLEX, _ONE = ("q", "k", "cos", "sin"), ("xq", "xk", "freqs_cis"), ("x", "cos", "sin")
 
@@ -34,7 +34,7 @@ def _doubled(table: Tensor) -> Tensor:
 
 
 class _Reading(NamedTuple):
-    """A way of a function to read its tables, and the layout of the two channels of a pair.
+    """How a rotation function reads its tables, and the layout of the two channels of a pair.
 
     `in_halves` makes a table of cosines or sines that the fused rotation takes. A table of width w has the angles of
     `ratio` * w channels.
@@ -121,7 +121,7 @@ def _agrees(function: Callable[..., Any], call: Callable[..., Any], reading: _Re
                     results.append([*rotated, *gradients])
         except Exception:  # a foreign function may raise anything
             return False
-        sizes = (scale, scale, 1.0, 1.0)  # of two outputs and two gradients
+        sizes = (scale, scale, 1.0, 1.0)  # magnitudes of the two outputs and the two gradients
         for theirs, expected, size in zip(*results, sizes, strict=True):
             if theirs.shape != expected.shape or not torch.allclose(theirs, expected, atol=1e-6 * size):
                 return False
@@ -160,7 +160,7 @@ def _rotated(
 def _fused_real(function: Callable[..., Any], count: int) -> Callable[..., Any] | None:
     """Return a fused function of `count` tensors, cosines and sines, or None if `function` computes something else.
 
-    `function` serves calls with further arguments, or with tables for only some of the tokens.
+    Calls with further arguments, or with tables for only some of the tokens, go to `function`.
     """
     parameters = inspect.signature(function).parameters
     names, extras = tuple(parameters), tuple(parameters)[count + 2 :]

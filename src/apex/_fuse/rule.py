@@ -19,7 +19,7 @@ from ..ops._tolerance import TOLERANCES
 
 
 def nothing(module: Any) -> Any:
-    """Return None: the default of a rule's functions, for no obstacle, no trial input and no settings."""
+    """Return None: the default of optional functions of a `FusionRule`."""
 
 
 def unless_overridden(kind: Any, reason: Callable[[Any], str] = nothing) -> Callable[[Any], str]:

@@ -155,7 +155,7 @@ def block_forward(self: Any, x: Tensor) -> Tensor:
     return batch_norm_active(last_norm, last_convolution(x), shortcut)
 
 
-# Names that the forward of a batch norm with its activation uses: PyTorch's, and those of timm.
+# Names that the forward of timm's batch norms with an activation may use; PyTorch's batch norm uses the first ones.
 _ACTIVE_NORM = {*names_used(nn.BatchNorm2d.forward), "drop", "act", "_assert", "ndim"}
 
 

@@ -30,7 +30,7 @@ def takes_gradients(optimizer: Any) -> bool:
 
 
 def _takes_found_inf(inner: Any) -> bool:
-    """Return whether a flag on the device can turn a step off, without waiting for it."""
+    """Return whether an optimizer's step reads `found_inf` on the device, so that skipping a step needs no wait."""
     if not getattr(inner, "_step_supports_amp_scaling", False):
         return False
     # A subclass with its own step, written for the original, ignores such flags.

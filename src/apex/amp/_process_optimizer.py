@@ -59,7 +59,7 @@ def process_optimizer(
 
 
 def _keep_exact_weights(stash: AmpOptimizerState, originals: dict[Tensor, Tensor]) -> None:
-    """Let an optimizer make its own masters, when it first needs them, from the weights before they were cast."""
+    """Let an optimizer make its own masters from the weights before the cast, which are kept until it does."""
     for param in stash.all_fp32_from_fp32_params:
         if param in originals and param.dtype in HALF and param.requires_grad:
             _amp_state.masters[param] = originals[param]
@@ -134,7 +134,7 @@ def _add_param_group_of(add_param_group: Callable[[dict[str, Any]], None]) -> Ca
         lengths = [len(each) for each in lists]
         try:
             usable = all(isinstance(param, Tensor) and param.is_leaf for param in params)
-            chosen = collect_params(self, params, {}) if usable else params  # which PyTorch refuses
+            chosen = collect_params(self, params, {}) if usable else params  # PyTorch raises for unusable ones
             if any(name is not None for name, _ in named):
                 chosen = [(name, param) for (name, _), param in zip(named, chosen, strict=True)]
             add_param_group({**new_group, "params": chosen})

@@ -1,4 +1,4 @@
-"""An upstream function that scripts import, mostly unused; editors offer it for completion."""
+"""`filter_attrs`, at upstream's path: scripts import it, although few use it."""
 
 from __future__ import annotations
 

@@ -95,9 +95,9 @@ def scale_loss(
             "delay_unscale=True to the inner one"
         )
     delayed_scale = None
-    held = next((stash for stash in stashes if stash.inside_scale_loss or stash.params_have_scaled_gradients), None)
-    if held is not None:
-        (scaler, loss_id), delayed_scale = held.scaled_by, held.delayed_scale
+    pending = next((stash for stash in stashes if stash.inside_scale_loss or stash.params_have_scaled_gradients), None)
+    if pending is not None:
+        (scaler, loss_id), delayed_scale = pending.scaled_by, pending.delayed_scale
         for optimizer in optimizer_list:
             stash = optimizer._amp_stash
             if stash.params_have_scaled_gradients and stash.delayed_scale is not delayed_scale:
@@ -146,7 +146,7 @@ def scale_loss(
 def _after_backward(
     optimizers: list[Any], scaler: LossScaler, loss_id: int | None, delayed_scale: Tensor | None
 ) -> None:
-    """Unscale gradients, of `delayed_scale` if it is given, and adapt the scale unless `loss_id` is None."""
+    """Unscale gradients by `delayed_scale`, or by the current scale; adapt the scale unless `loss_id` is None."""
     if scaler.dynamic:
         scaler.clear_overflow_state()
     counts: list[NonfiniteCounts] = []

@@ -264,7 +264,7 @@ class Generation:
 
     def __init__(self, path: Path, hold: Callable[[str], bool] = lambda name: True) -> None:
         self.path = path
-        self._held: dict[str, IO[bytes]] = {}
+        self._open_files: dict[str, IO[bytes]] = {}
         self._descriptor = -1
         self.names: list[str] = []
         for _ in range(_ATTEMPTS):
@@ -286,7 +286,7 @@ class Generation:
             for name in [name for name in candidates if hold(name)][:_MAX_OPEN_FILES]:
                 if (self.folder / name).is_file():
                     with contextlib.suppress(OSError):  # raises when it is read
-                        self._held[name] = os.fdopen(os.open(self.folder / name, os.O_RDONLY | _BINARY), "rb")
+                        self._open_files[name] = os.fdopen(os.open(self.folder / name, os.O_RDONLY | _BINARY), "rb")
         except (FileNotFoundError, NotADirectoryError):
             return False
         return self._is_current()
@@ -301,16 +301,16 @@ class Generation:
     def hold(self, names: Iterable[str]) -> None:
         """Hold more files open, up to the limit; raise an error if the folder has been replaced."""
         for name in names:
-            if name not in self._held and len(self._held) < _MAX_OPEN_FILES:
+            if name not in self._open_files and len(self._open_files) < _MAX_OPEN_FILES:
                 with self.reading(name) as file:
                     # `reading` closes its own descriptor.
-                    self._held[name] = os.fdopen(os.dup(file.fileno()), "rb")
+                    self._open_files[name] = os.fdopen(os.dup(file.fileno()), "rb")
 
     @contextlib.contextmanager
     def reading(self, name: str) -> Iterator[IO[bytes]]:
         """Open a file of the folder at its beginning."""
         with contextlib.ExitStack() as opened:
-            file = self._held.get(name)
+            file = self._open_files.get(name)
             if file is None:
                 try:
                     file = opened.enter_context(open(self.folder / name, "rb"))
@@ -339,9 +339,9 @@ class Generation:
 
     def close(self) -> None:
         """Close all files."""
-        for file in self._held.values():
+        for file in self._open_files.values():
             file.close()
-        self._held.clear()
+        self._open_files.clear()
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

@@ -79,7 +79,7 @@ def start_save(
         planner.set_up_planner(values, is_coordinator=is_first())
         plan = planner.create_local_plan()
         data = [planner.resolve_data(item) for item in plan.items]
-        # Values that are not tensors come as files in memory.
+        # The planner returns values that are not tensors as BytesIO.
         return (plan, then), [value.getvalue() if isinstance(value, io.BytesIO) else value for value in data]
 
     path = path.absolute()  # the writer process keeps the working directory of its start

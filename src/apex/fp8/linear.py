@@ -137,8 +137,8 @@ def size_divisor(scaling: str) -> int:
     return {"blockwise": float8.BLOCK, "mxfp8": float8.MX_BLOCK}.get(scaling, 16)
 
 
-# torch.compile does not trace into it, because PyTorch 2.11 would then pass zeros for a gradient to the backward pass.
-# The operations that autograd records, of both passes, are still compiled.
+# torch.compile must not trace into this class: PyTorch 2.11 would then pass zeros for a gradient to the backward pass.
+# The operations of forward and backward pass are still compiled.
 @torch.compiler.allow_in_graph
 class _Float8Product(torch.autograd.Function):
     """The autograd node of input @ weight.T; it saves transposed float8 copies of both."""

@@ -112,8 +112,8 @@ class Example:
       `apex bench`, and `draw(random)` returns random sizes.
     - `title` is a row's name in `apex bench` before its direction; it may contain {dtype}, {short} (bf16), {shape} and
       single sizes, such as {s[0]}. If it contains {way}, this is the direction, or nothing for a forward pass.
-    - `moved(dtype, *sizes)` returns the bytes that a forward and a backward pass read and write; default: the arguments
-      and outputs, and the arguments with all gradients.
+    - `bytes_moved(dtype, *sizes)` returns the bytes that a forward and a backward pass read and write; default: the
+      arguments and outputs, and the arguments with all gradients.
     - `peers` are further implementations with PyTorch's operators, by their column in `apex bench`.
     - `compiles` is false if `torch.compile` of the peer takes too long.
     - `checked(*sizes)` returns smaller sizes at which `apex bench` compares results; default: the timed sizes.
@@ -145,7 +145,7 @@ class Example:
     large: Sequence[Sizes] = ()
     listed: Sequence[Row] = ()
     title: str = "{name} {dtype} {shape}"
-    moved: Callable[..., tuple[float, float]] | None = None
+    bytes_moved: Callable[..., tuple[float, float]] | None = None
     peers: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     compiles: bool = True
     checked: Callable[..., Sizes] | None = None
@@ -208,7 +208,7 @@ class Make:
         return torch.randint(low, high, shape, generator=self._generator, dtype=dtype, device=self.device)
 
     def tensor(self, values: Sequence[Any], dtype: torch.dtype) -> Tensor:
-        """Return the given values."""
+        """Return a tensor of `values` on the example's device."""
         return torch.tensor(values, dtype=dtype, device=self.device)
 
     def _randn(self, shape: Sequence[int]) -> Tensor:

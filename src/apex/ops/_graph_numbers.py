@@ -47,15 +47,15 @@ class Number:
     name: str
     value: float
     read: Callable[[], float]
-    _place: Tensor | None = None
+    _device_value: Tensor | None = None
 
     __hash__ = None  # type: ignore[assignment]
 
     def on(self, device: torch.device) -> Tensor:
         """Return the number as a float64 scalar on a device, in memory that every replay updates."""
-        if self._place is None:
-            self._place = self.capture.place(self, device)
-        return self._place
+        if self._device_value is None:
+            self._device_value = self.capture.device_value(self, device)
+        return self._device_value
 
     def map(self, function: Callable[..., Any], *others: Any) -> Number:
         """Return `function` of this number and `others` as a `Number` on the host."""
@@ -111,19 +111,19 @@ class CaptureContext:
         # Ids of tensors that the graph reads although another tensor may replace them before it ends.
         self.reads: set[int] = set()
         self.numbers: list[Number] = []
-        self._places: Tensor | None = None
+        self._buffer: Tensor | None = None
         if captures:
-            self._places = torch.zeros(_MOST_NUMBERS + _MEMORY // 8, dtype=torch.float64, device=device)
+            self._buffer = torch.zeros(_MOST_NUMBERS + _MEMORY // 8, dtype=torch.float64, device=device)
         self._taken = _MOST_NUMBERS
 
-    def place(self, number: Number, device: torch.device) -> Tensor:
-        """Return the device memory of a number."""
-        if self._places is None:
+    def device_value(self, number: Number, device: torch.device) -> Tensor:
+        """Return a tensor on the device with a number's value; replays of a captured graph read it there."""
+        if self._buffer is None:
             return torch.full((), number.value, dtype=torch.float64, device=device)
-        if device != self._places.device:
-            raise RuntimeError(f"a graph of {self._places.device} cannot read {number.name} on {device}")
+        if device != self._buffer.device:
+            raise RuntimeError(f"a graph of {self._buffer.device} cannot read {number.name} on {device}")
         self.numbers.append(number)
-        return self._places[:_MOST_NUMBERS][len(self.numbers) - 1]
+        return self._buffer[:_MOST_NUMBERS][len(self.numbers) - 1]
 
     def memory(self, count: int, dtype: torch.dtype) -> Tensor | None:
         """Return `count` zeros outside of the graph's pool, whose memory replays reuse for other tensors.
@@ -132,10 +132,10 @@ class CaptureContext:
         """
         first = self._taken
         end = first + -(-count * dtype.itemsize // 16) * 2
-        if self._places is None or end > self._places.numel() or not torch.cuda.is_current_stream_capturing():
+        if self._buffer is None or end > self._buffer.numel() or not torch.cuda.is_current_stream_capturing():
             return None
         self._taken = end
-        return self._places[first:end].view(dtype)[:count]
+        return self._buffer[first:end].view(dtype)[:count]
 
     def counted(self, optimizer: Any, index: int) -> Any:
         """Return the step count of a parameter group whose `group["step"]` has just been incremented, as a `Number`."""
@@ -177,12 +177,12 @@ class CaptureContext:
         for action in self.once:
             action()
         self.once.clear()
-        if self._places is None or not self.numbers:
+        if self._buffer is None or not self.numbers:
             return
         values = [float(number.read()) for number in self.numbers]
         # Fresh pinned memory, because the device may not have read an earlier replay's copy yet.
-        host = torch.tensor(values, dtype=torch.float64, device="cpu", pin_memory=not self._places.is_cpu)
-        self._places[: len(values)].copy_(host, non_blocking=True)
+        host = torch.tensor(values, dtype=torch.float64, device="cpu", pin_memory=not self._buffer.is_cpu)
+        self._buffer[: len(values)].copy_(host, non_blocking=True)
 
 
 def is_number(value: Any) -> bool:

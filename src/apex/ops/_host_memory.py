@@ -56,7 +56,7 @@ def _wait(device: torch.device) -> None:
 
 
 class _Part:
-    """A part of a block, described to PyTorch as memory of a GPU; keeps the block alive."""
+    """A range of pinned host memory that PyTorch can view as a CUDA tensor; keeps its block alive."""
 
     def __init__(self, block: _Block, part: Tensor) -> None:
         self._block = block

@@ -41,8 +41,8 @@ def sum_rows(rows, number, column, columns, ROWS: tl.constexpr):
     for start in tl.range(0, number, ROWS):
         row = start + tl.arange(0, ROWS)
         mask = (row < number)[:, None] & (column < columns)[None, :]
-        place = rows + row.to(tl.int64)[:, None] * columns + column[None, :]
-        sums += tl.load(place, mask=mask, other=0.0, cache_modifier=".cg")
+        pointers = rows + row.to(tl.int64)[:, None] * columns + column[None, :]
+        sums += tl.load(pointers, mask=mask, other=0.0, cache_modifier=".cg")
     return tl.sum(sums, 0)
 
 
@@ -66,15 +66,15 @@ def parameter(pointer, channel, mask, absent: tl.constexpr):
 
 
 @triton.jit
-def random_words(seed, place, ROUNDS: tl.constexpr):
-    """Return four blocks of random uint32 by Philox, one word of each per int64 in `place`.
+def random_words(seed, counter, ROUNDS: tl.constexpr):
+    """Return four blocks of random uint32 by Philox, one word of each per int64 in `counter`.
 
     Does not use `tl.randint4x`: before Triton 3.4 it makes 64-bit words for 64-bit counters. Later versions make the
     same words as this function.
     """
-    low = place.to(tl.uint32)
+    low = counter.to(tl.uint32)
     none = low * 0
-    return tl.philox(seed, low, (place >> 32).to(tl.uint32), none, none, ROUNDS)
+    return tl.philox(seed, low, (counter >> 32).to(tl.uint32), none, none, ROUNDS)
 
 
 @triton.jit

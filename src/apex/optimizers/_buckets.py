@@ -46,7 +46,7 @@ SlotCodecs = dict[int, tuple[str, str | None]]
 _grad_of = operator.attrgetter("grad")
 _shape = operator.attrgetter("shape")
 _dtype = operator.attrgetter("dtype")
-# Of distributed tensors: `local` of many at once, and how one is distributed.
+# Shard and placements of a DTensor; `map` over them is quicker than calls of `local`.
 _shard_of = operator.attrgetter("_local_tensor")
 _spec_of = operator.attrgetter("_spec")
 _data_ptr = Tensor.data_ptr
@@ -91,18 +91,18 @@ class UpdateBucket:
         self._contiguous = all(map(Tensor.is_contiguous, (*params, *(models or ()))))
         self._strides = list(map(Tensor.stride, self._sources))
         self._shapes = list(map(_shape, self._sources))
-        self._held = self._gradients()
-        self._gradient_dtypes = set(map(_dtype, self._held))
-        # Checks that gradients have the dtypes, sizes and strides of the first ones, and so the parameters' sizes.
-        unconverted = all(map(operator.is_, self._held, map(_grad_of, self._sources)))
+        self._current_gradients = self._gradients()
+        self._gradient_dtypes = set(map(_dtype, self._current_gradients))
+        # `_looks_right` checks that gradients have the first gradients' dtypes, sizes and strides.
+        unconverted = all(map(operator.is_, self._current_gradients, map(_grad_of, self._sources)))
         # How the gradients are distributed, if all tensors are, and no gradient needs to be converted.
         self._specs: list[Any] = []
-        if self._distributed and unconverted and all(map(is_sharded, (*self._located, *self._held))):
-            self._specs = list(map(_spec_of, self._held))
+        if self._distributed and unconverted and all(map(is_sharded, (*self._located, *self._current_gradients))):
+            self._specs = list(map(_spec_of, self._current_gradients))
         checkable = unconverted and bool(self._specs) == self._distributed
-        first = list(map(local, self._held))
+        first = list(map(local, self._current_gradients))
         self._looks_right: Callable[..., bool] = looks_like(first) if checkable else lambda *_: False
-        self.lists = make(*self._slots(self._held))
+        self.lists = make(*self._slots(self._current_gradients))
         self.device = self.lists.device
         self._addresses = list(map(_data_ptr, self._local_tensors()))
         self._state_checks: list[tuple[Callable[[dict[str, Any]], Any], list[Tensor]]] = []
@@ -119,7 +119,7 @@ class UpdateBucket:
         return [local(source.grad) for source in self._sources if source.grad is not None]
 
     def unscale(self, scaling: Any) -> None:
-        """Remove the loss scale from the gradients after a step, which itself unscaled them with more digits."""
+        """Remove the loss scale from the gradients after a step, which unscaled them only in its own arithmetic."""
         gradients = self.gradients()
         noop, _, factor = scaling.on(gradients[0].device)
         # PyTorch's operator for this takes no bfloat16 on a GPU.
@@ -150,14 +150,14 @@ class UpdateBucket:
 
     def current_slots(self) -> tuple[list[list[Tensor] | None], list[Tensor] | None, Encodings]:
         """Return the lists for each slot of a rule, with this step's gradients, the list for copies, and encodings."""
-        slots, copy, *encodings = self._slots(self._held)
+        slots, copy, *encodings = self._slots(self._current_gradients)
         return slots, copy, encodings[0] if encodings else {}
 
     def _local_tensors(self) -> list[Tensor]:
         return list(map(_shard_of if self._specs else local, self._located)) if self._distributed else self._located
 
     def _own_parts(self, gradients: list[Tensor]) -> list[Tensor]:
-        """Return this process's shards of gradients that are distributed like the first ones; others unchanged."""
+        """Return this process's shards if all gradients are distributed as at first, else the gradients unchanged."""
         if self._specs and all(map(operator.is_, map(_spec_of, gradients), self._specs)):
             return list(map(_shard_of, gradients))
         return gradients
@@ -181,9 +181,9 @@ class UpdateBucket:
         if not lists.usable():
             return False
         in_place = alike or (not self._distributed and self._laid_out_alike(gradients))
-        self._held = gradients if in_place else self._gradients()
+        self._current_gradients = gradients if in_place else self._gradients()
         if not (in_place and isinstance(lists, TritonLists)):
-            lists.point_to(*self._slots(self._held))
+            lists.point_to(*self._slots(self._current_gradients))
         elif not lists.table.has_gradients(gradients):
             lists.table.update_moving(list(map(_data_ptr, gradients)))
         return True
@@ -213,7 +213,7 @@ class UpdateBucket:
 
     def release(self) -> None:
         """Drop the references to the gradients, so that their owner can free them."""
-        self._held = []
+        self._current_gradients = []
         if isinstance(self.lists, TorchLists):
             self.lists.slots = ()
 

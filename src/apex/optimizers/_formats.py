@@ -71,7 +71,7 @@ def stored_names(optimizer: Any, group: dict[str, Any]) -> tuple[str, ...]:
 
 
 def slot_codecs(optimizer: Any, param: Tensor, group: dict[str, Any]) -> SlotCodecs:
-    """Return the codec of each slot that has one, with the name of the state that holds its companions."""
+    """Return by slot the codec, if it has one, and the name of the state with the codec's scales or remainders."""
     by_slot: SlotCodecs = {}
     if optimizer.master_bits is not None and param.dtype == torch.bfloat16:
         by_slot[0] = _REMAINDER_CODECS[optimizer.master_bits], REMAINDER
@@ -129,10 +129,10 @@ def _distributed_scales(param: Tensor, scales: Tensor) -> Tensor:
 
 
 def _shape_of_scales(param: Tensor, part: Tensor) -> torch.Size | None:
-    """Return the shape of the scales of a distributed parameter, or of its shard; None if shards cut groups.
+    """Return the shape of the scales of `part`, a distributed parameter or a shard of it; None if shards cut groups.
 
-    The last dimensions, as few as have a multiple of 64 elements, become one: their groups. The first dimension is not
-    among them, so that any number of processes may cut it.
+    Scales have the dimensions of `part`, except that its last ones, as few as have a multiple of 64 elements, become
+    one dimension of groups. The first dimension always stays, so that any number of processes may cut it.
     """
     if not is_sharded(param) or not param.is_contiguous():
         return None
@@ -201,8 +201,8 @@ def decoded_values(state: Mapping[str, Any]) -> dict[str, Any]:
 def decoded_state(optimizer: Any, state_dict: dict[str, Any], *, everything: bool) -> dict[str, Any]:
     """Return a state dict whose moments and masters are float32 tensors, as of an optimizer with float32 state.
 
-    Without `everything` only moments are decoded whose scales belong to one shard, or whose groups would be others in
-    the parameter, which has other strides.
+    Without `everything`, only two kinds of moments are decoded: scales belong to one shard alone, or strides differ
+    from the parameter's, so that groups have other elements.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     keys = [key for group in state_dict["param_groups"] for key in group["params"]]

@@ -213,7 +213,7 @@ class Directions:
         )
 
     def _add(self, stack: Tensor, blocks: list[Block], rates: list[float], squares: Tensor | None) -> None:
-        """Add directions, [parameters, elements], whose blocks have these factors of the learning rate."""
+        """Register directions, [parameters, elements]; `rates` are the factors of the learning rate of `blocks`."""
         rows = sum(block.matrices * block.rows for block in blocks)
         factors = [1.0] * len(rates) if len(set(rates)) == 1 else rates
         matrices = stack.view(len(stack), rows, blocks[0].columns)
@@ -302,7 +302,7 @@ def _evenly(count: int, limit: int) -> list[slice]:
 
 
 def _distributed_squares(param: Tensor, squares: Tensor, group: Mapping[str, Any]) -> Tensor:
-    """Return averages of this process's rows, with the shape of the parameter but one column, and cut as it is."""
+    """Return this process's averages of rows as a tensor distributed like the parameter, with one column."""
     dimensions = 1 if group["flatten"] else param.dim() - 1
     shape, own = ((*each.shape[:dimensions], 1) for each in (param, local(param)))
     return distributed_like(param, squares.view(own), shape, dimensions=dimensions)

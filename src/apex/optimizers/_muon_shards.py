@@ -158,7 +158,7 @@ class RowExchange:
         self.views = [view for _, view in sorted(zip(self._order, sent, strict=True), key=lambda pair: pair[0])]
         self.stacks = _stacked(matrices, self._owned, self._params, self._shapes)
         whole = [matrix for _, stack in self.stacks for matrix in stack]
-        # Copies between the rows in the order of their senders and the rows of each matrix.
+        # For copies between received rows, ordered by sender, and the rows of each matrix.
         pieces = self._incoming.split([size for sizes in self._parts for size in sizes])
         places = zip(
             *(matrix.split(list(sizes)) for matrix, sizes in zip(whole, zip(*self._parts, strict=True), strict=True)),

@@ -69,7 +69,7 @@ class FusedMuon(EncodingOptimizer):
     )
     # Whether Muon updates the group whose buckets are being made, and how many elements its matrices have so far.
     _is_muon, _elements = False, 0
-    # Pickles of earlier versions lack them.
+    # A default for pickles of earlier versions, which lack the attribute.
     _betas: tuple[float, float] = (0.9, 0.95)
 
     def __init__(
@@ -151,8 +151,8 @@ class FusedMuon(EncodingOptimizer):
         if directions is None or directions.options != options_of_directions(own):
             workspaces = self.__dict__.setdefault("_workspaces", {})  # copies and loaded optimizers start without any
             directions = bucket.cache["directions"] = Directions(own, bucket, workspaces)
-        current = bucket.current_slots()  # held until the end: lists may know gradients by their addresses only
-        lists = directions.lists(*current)
+        slots = bucket.current_slots()  # keeps new gradient tensors alive: lists may store only addresses
+        lists = directions.lists(*slots)
         lists.noise_places = bucket.lists.noise_places
         directions.update(lists, group, seed=seed, **scaling.arguments)
 

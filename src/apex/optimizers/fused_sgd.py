@@ -91,7 +91,7 @@ class MomentumOptimizer(EncodingOptimizer):
 
     @staticmethod
     def _note_first(first: bool | Tensor, scaling: LossScaling) -> None:
-        """Clear the flag of the first step after a step, unless that step was skipped."""
+        """Clear the first-step flag after a step, unless `found_inf` skipped the step."""
         if isinstance(first, Tensor):
             first.mul_(0.0 if scaling.found_inf is None else scaling.found_inf.reshape(()) != 0)
 

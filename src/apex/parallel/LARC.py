@@ -92,7 +92,7 @@ class LARC:
                     "loss instead, or use weight_decay=0"
                 )
             params = [param for param in group["params"] if param.grad is not None]
-            for param in params:  # a gradient that is distributed in another way is replaced, not scaled in vain
+            for param in params:  # a gradient distributed unlike its parameter: scaling in place would change a copy
                 param.grad = like_parameter(param, param.grad)
             gradients = [param.grad for param in params]
             check((params, gradients), _NAMES)
@@ -107,7 +107,7 @@ class LARC:
                 "weight_decay": group.get("weight_decay", 0),
             }
             for shard_groups, indices in by_shard_groups(params):
-                shards = [[local(tensors[place]) for place in indices] for tensors in (params, gradients)]
+                shards = [[local(tensors[i]) for i in indices] for tensors in (params, gradients)]
                 for _, lists in groups_of(shards, _NAMES):
                     norms = lists.apply(rules.LARS_NORMS, {})
                     assert norms is not None

@@ -45,11 +45,11 @@ class Arithmetic:
         it stays after the sum, because sums may overflow and small numbers may vanish.
         """
         before, after = 1.0 / self.predivide, self.predivide / world_size if self.average else 1.0
-        if self.travels_as(dtype) not in _HALF and math.frexp(after)[0] == 0.5:
+        if self.sum_dtype(dtype) not in _HALF and math.frexp(after)[0] == 0.5:
             return before * after, 1.0
         return before, after
 
-    def travels_as(self, dtype: torch.dtype) -> torch.dtype:
+    def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of the sum of gradients of this dtype."""
         return torch.float32 if self.always_fp32 and dtype in _HALF else dtype
 
@@ -118,11 +118,11 @@ class GradientBucket:
         self.retained: Tensor | None = None
         self._retain = retain
         self._before, self._after = arithmetic.factors(dist.get_world_size(), self.params[0].dtype)
-        self._buffer_dtype = arithmetic.travels_as(self.params[0].dtype)
+        self._buffer_dtype = arithmetic.sum_dtype(self.params[0].dtype)
         self._offsets, self.size = self._layout()
         self._own_uses = 0
-        # In the current pass: parameters without a gradient here, and parameters whose gradient lies outside the
-        # buffer.
+        # In the current pass: indices of parameters without a gradient in this process, and of parameters whose
+        # gradient lies outside the buffer.
         self._missing: list[int] = []
         self._outside: list[int] = []
         self._gives_views = _USES_ARE_KNOWN and self._buffer_dtype == self.params[0].dtype and not retain
@@ -170,7 +170,7 @@ class GradientBucket:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Give the reduced values to the parameters."""
+        """Set the parameters' gradients to the reduced values."""
         # Only a process without a gradient must read from the device whether others have one.
         others = self._present.tolist() if self._missing else []
         self._outside += [index for index in self._missing if others[index]]
@@ -247,7 +247,7 @@ class GradientBucket:
         multiply([self._views[index] for index in indices], gradients, factor)
 
     def _give_retained(self) -> None:
-        """Make all gradients views of the mean."""
+        """Make all gradients views of the reduced buffer, in the parameters' dtype."""
         mean, dtype = self._flat.values[: self.size], self.params[0].dtype
         if self._after != 1.0:
             mean.mul_(self._after)
@@ -306,7 +306,7 @@ def _halved(bucket: list[int], params: Sequence[Tensor]) -> list[list[int]]:
 
 
 def agree(buckets: list[list[int]], device: torch.device, group: Any) -> list[list[int]]:
-    """Return the buckets that rank 0 has planned."""
+    """Return rank 0's buckets, so that all ranks have the same."""
     order = [index for bucket in buckets for index in bucket]
     numbers = [number for number, bucket in enumerate(buckets) for _ in bucket]
     planned: dict[int, list[int]] = {}

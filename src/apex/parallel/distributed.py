@@ -401,7 +401,7 @@ class DistributedDataParallel(nn.Module):
         groups = self._groups or (None,)
         flat = flatten([gradient.detach() for gradient in bucket])
         before, after = self._arithmetic.factors(int(self.world_size), flat.dtype)
-        sum_buffer = torch.empty_like(flat, dtype=self._arithmetic.travels_as(flat.dtype))
+        sum_buffer = torch.empty_like(flat, dtype=self._arithmetic.sum_dtype(flat.dtype))
         multiply([flat], [sum_buffer], before)
         with explained(f"the reduction of {len(bucket)} gradients"):
             dist.all_reduce(sum_buffer, group=groups[0 if force_default_stream else bucket_idx % len(groups)])

@@ -39,7 +39,7 @@ def grad_norm(optimizer: Any, kinds: list[str | None], norm_type: float = 2.0) -
     device = params[0].device
     groups = {DENSE: parallel_state.get_model_parallel_group()}
     is_zero = getattr(optimizer, "_takes_gradients", False)
-    # Both kinds may have the same group. Otherwise all ranks join both reductions, even without experts.
+    # One reduction if both kinds have the same group; else two, which ranks without experts must join as well.
     experts = parallel_state.get_expert_tensor_model_pipeline_parallel_group()
     if experts is not groups[DENSE]:
         groups[EXPERT] = experts

@@ -89,7 +89,7 @@ def load(path: str | os.PathLike[str], model: Model, optimizer: Any = None, **ot
     """Load a checkpoint of `save` into any layout of processes; all processes call it.
 
     `others` are objects with `load_state_dict`, by the names they were saved under. Other saved values are returned
-    by name. Several optimizers have the order in which they were saved. If the layout is the same, random number
+    by name. Several optimizers must be in the order of `save`. If the layout is the same, random number
     streams continue; otherwise they are seeded anew, always with the same seed, and a warning is logged. Raises
     `FileNotFoundError` and `DamagedCheckpoint` as `apex.checkpoint.load_sharded` does. Raises a RuntimeError in all
     processes if names, shapes or dtypes differ from the model's, or if one of `others` refuses its state. An error

@@ -33,8 +33,8 @@ def _prepare(dtype: torch.dtype, rows: int, ins: int, outs: int, device: torch.d
     def eager() -> tuple[Tensor]:
         return (total.add_(dy.t().mm(x)),)
 
-    def started(call: Call, checked: bool) -> Call:
-        """Return a call that starts from zero if it is checked; a timed call keeps accumulating."""
+    def accumulating(call: Call, checked: bool) -> Call:
+        """Return a call that zeroes the sum first if it is `checked`; a timed call keeps accumulating."""
 
         def from_zero() -> Sequence[Tensor]:
             total.zero_()
@@ -46,10 +46,10 @@ def _prepare(dtype: torch.dtype, rows: int, ins: int, outs: int, device: torch.d
     product = dy.double().t() @ x.double()
     slack = tensor_core_error(rows) if device.type == "cuda" else 0.0
     return Prepared(
-        {name: functools.partial(started, call, True) for name, call in calls.items()},
+        {name: functools.partial(accumulating, call, True) for name, call in calls.items()},
         # In the inputs' dtype, because the peer rounds the product to it before the addition.
         [Expected(product, dtype, rows, slack)],
-        timed={name: functools.partial(started, call, False) for name, call in calls.items()},
+        timed={name: functools.partial(accumulating, call, False) for name, call in calls.items()},
         expected_of={OURS: [Expected(product, torch.float32, rows, slack)]},
     )
 
@@ -57,10 +57,10 @@ def _prepare(dtype: torch.dtype, rows: int, ins: int, outs: int, device: torch.d
 def cases(device: torch.device, quick: bool) -> Sequence[Case]:
     """Return the case; a CPU gets a smaller one."""
     dtype, rows, ins, outs = GPU if device.type == "cuda" else CPU
-    moved = dtype.itemsize * rows * (ins + outs) + 8 * ins * outs
+    bytes_moved = dtype.itemsize * rows * (ins + outs) + 8 * ins * outs
     make = functools.partial(_prepare, dtype, rows, ins, outs)
     note = f"{2e-9 * rows * ins * outs:.1f} GFLOP; limited by the product, not by memory"
-    return [Case(f"wgrad_accum {SHORT[dtype]}->fp32 {rows}x{ins}x{outs}", moved, make, note=note)]
+    return [Case(f"wgrad_accum {SHORT[dtype]}->fp32 {rows}x{ins}x{outs}", bytes_moved, make, note=note)]
 
 
 register(Family("weight_gradients", "weight gradients of dense layers added in float32", cases))

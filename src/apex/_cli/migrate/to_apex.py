@@ -81,7 +81,7 @@ class TorchToAmp:
         return self._edits
 
     def _common(self, values: list[tuple[Cast, str]], name: str) -> list[tuple[str, Node]] | None:
-        """Return the ways to write an argument that all casts of the file have alike, or refuse and return None."""
+        """Return expressions for argument `name` if all casts of the file have it equal; otherwise refuse the file."""
         code, ways = self._code, list[tuple[str, Node]]()
         canonical: dict[str, Cast] = {}
         for cast, text in values:

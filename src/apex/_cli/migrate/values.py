@@ -30,10 +30,10 @@ def passed_values(code: Code, function: Node, name: str) -> list[tuple[str, Node
 
 
 def outer(code: Code, text: str, node: Node) -> tuple[str, Node]:
-    """Return an expression at `node` as the outermost callers write it, and a node where they do.
+    """Trace an expression back through calls; return the expression that the outermost callers pass, and its node.
 
-    A parameter, or the first name of `args.amp`, is followed to the calls of its function as long as all of them pass
-    the same value.
+    If `text` is a parameter, or an attribute of one such as `args.amp`, it is replaced by the argument that the calls
+    of the function pass, as long as all pass the same.
     """
     seen: list[Node] = []
     function = code.function(node)

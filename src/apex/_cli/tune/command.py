@@ -102,7 +102,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def record_shapes(names: Sequence[str], device: torch.device) -> list[tuple[Question, Any]]:
-    """Return the questions that calls of `apex build` ask launch rules, with the answers; compute nothing."""
+    """Return the launches that calls of `apex build` would make, each with its rule's configuration; run no kernel."""
     from ...ops import _compile_ahead
 
     calls = [parse_call(name, "bfloat16") for name in names]
@@ -117,7 +117,7 @@ def record_shapes(names: Sequence[str], device: torch.device) -> list[tuple[Ques
 
 
 def record_script(script: Path, arguments: Sequence[str]) -> list[tuple[Question, Any]]:
-    """Run a script, and return the questions it asks launch rules, with the answers. Ctrl-C ends the script only."""
+    """Run a script; return its launches, each with its rule's configuration. Ctrl-C ends the script only."""
     if not script.is_file():
         raise ValueError(f"there is no script {str(script)!r}")
     before, path = sys.argv, list(sys.path)
@@ -143,7 +143,7 @@ def record_script(script: Path, arguments: Sequence[str]) -> list[tuple[Question
 def tune(
     questions: Sequence[tuple[Question, Any]], device: torch.device, seconds: float, output: Path
 ) -> tuple[list[Search], bool]:
-    """Search, and write the table anew with every entry found; return the outcomes and whether Ctrl-C ended it."""
+    """Search, and write the table again after every entry found; return the outcomes and whether Ctrl-C ended it."""
     outcomes: list[Search] = []
     try:
         for outcome in with_progress(search(questions, device, seconds), "launches", len(questions)):
@@ -173,7 +173,7 @@ def write_entries(path: Path, gpu: str, entries: Sequence[dict[str, Any]]) -> No
 
 
 def report(outcomes: Sequence[Search], asked: int, output: Path) -> None:
-    """Print a row for every launch: the configuration found, or why the rule's answer stands."""
+    """Print a row for every launch: the configuration found, or why the default stays."""
     console = make_console()
     numbers = ("before", "after", "gain", "tried")
     table = make_table(console, None, "op", "dtype", "shape", *numbers, "found", right=numbers)

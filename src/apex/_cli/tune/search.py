@@ -1,4 +1,8 @@
-"""The search: neighbours of a launch rule's answer, compiled side by side, checked, and timed against that answer."""
+"""The search for quicker launch configurations, starting from the default, which a launch rule returns.
+
+Neighbours of the default are compiled side by side, checked, and timed against it. A question is a launch whose
+configuration is asked for; the rule's answer is the default.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,7 @@ from .replay import replay_of
 
 # The speed-up that a configuration must have, and the first measured speed-up for which it is timed again.
 GAIN, PROMISE = 1.03, 1.02
-# Turns that time the rule's answer and a candidate to decide, and calls in each turn.
+# Turns that time the default and a candidate to decide, and calls in each turn.
 ROUNDS, CALLS_PER_ROUND = 5, 10
 # How many times the neighbours of the best candidate are tried.
 STEPS = 3
@@ -48,7 +52,7 @@ def neighbours(answer: Any, varied: Sequence[str], device: DeviceFacts) -> list[
 
 
 class Search:
-    """The search for one question. `config` is quicker than `instead_of`, or `reason` says why nothing was found."""
+    """The search for one launch. `config` is quicker than `instead_of`, or `reason` says why nothing was found."""
 
     def __init__(self, question: Question, answer: Any, device: torch.device) -> None:
         self.question, self.answer, self.device = question, answer, device
@@ -82,7 +86,7 @@ class Search:
                 self.pending.append(changes)
 
     def begin(self) -> None:
-        """Find the pass that asks the question; drop all candidates if no pass does, or if memory does not suffice."""
+        """Find the pass that makes the launch; drop all candidates if neither does, or if memory does not suffice."""
         try:
             for call in (self.replay.forward, self.replay.backward):  # type: ignore[union-attr]
                 with noting() as noted:
@@ -96,7 +100,7 @@ class Search:
         self.pending = []
 
     def trying(self, changes: Changes) -> Any:
-        """Return a context that makes these changes to the rule's answer."""
+        """Return a context in which the launch has these changes to its default configuration."""
         return trying({self.question.key: changes})
 
     def time_candidates(self, out_of_time: Callable[[], bool]) -> None:
@@ -121,7 +125,7 @@ class Search:
             self._add_neighbours(self.answer._replace(**self._promising[0][1]))
 
     def decide(self) -> Search:
-        """Take the best candidate that is right, deterministic and quicker in every turn."""
+        """Adopt the best candidate that is right, deterministic and quicker in every turn; return the search."""
         for _, changes in self._promising:
             problem = self._problem(changes) or self._too_slow(changes)
             if not problem:
@@ -156,7 +160,7 @@ class Search:
         return f"takes {self.after:.1f} us instead of {self.before:.1f}: too little, or noise"
 
     def microseconds(self, changes: Changes) -> float:
-        """Return the median time of the pass."""
+        """Return the median time of the pass with these changes."""
         assert self.call is not None
         with self.trying(changes):
             self.call()

@@ -12,7 +12,7 @@ from ...ops._host import on_host
 
 
 class Row(NamedTuple):
-    """The outcome for one layer; times are microseconds for the layer's inputs, None if they were not measured."""
+    """A row of the table that is printed: a layer's times in microseconds, None if not measured, and the outcome."""
 
     name: str
     shape: tuple[int, ...]

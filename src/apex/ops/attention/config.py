@@ -1,7 +1,8 @@
 """Tiles of the attention kernels: small rules from the size of a head and of an element.
 
-Times are microseconds on an H200: "biased" is 256 batches of 4 heads, 256 long and 32 wide, with mask and bias,
-"packed" 56 sequences of 16 heads in float16, 512 long and 64 wide.
+Times are microseconds on an H200. "75 (128 queries: 81)" is the time of the chosen tile, then of an alternative.
+"Biased" is 256 batches of 4 heads, 256 long and 32 wide, with mask and bias; "packed" is
+56 sequences of 16 heads in float16, 512 long and 64 wide.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ PADDED_LOGITS = 1 << 21
 # Elements of the blocks that are summed for the gradient of a bias: 64 for each of the 128 threads of a program.
 SUMMED_ELEMENTS = 8192
 
-# Elements of each block that a program puts together with others': 32 for each of its 128 threads.
+# Elements of the result that one program of `attention_merge` computes: 32 for each of its 128 threads.
 MERGED_ELEMENTS = 4096
 
-# Programs of the repairing launch behind cuDNN's attention, which usually finds nothing to repair: as many as run at
-# the same time.
+# Programs of the launch that repairs rows after cuDNN's attention: as many as run at the same time, because usually
+# there is nothing to repair.
 REPAIRS_PER_MULTIPROCESSOR = 3
 
 # Limits for trying cuDNN's attention first: lengths, and elements of the output; larger outputs were not measured.
@@ -83,7 +84,7 @@ def precision(dtype: torch.dtype, device: DeviceFacts) -> str:
 
 
 def _is_long_window(block: int, element_size: int, rows: int, columns: int, kind: str, device: DeviceFacts) -> bool:
-    """Return whether the tiles for long windows apply: to attention like the one that they were measured with.
+    """Return whether the tiles for long windows apply.
 
     Times of these tiles are milliseconds for 16 documents of 512 to 8192 rows, 65,536 in all, with 32 heads of queries
     and 8 of keys, 128 wide, in bfloat16, causal with a window of 4096, on an H200. Other GPUs keep the tiles of packed
@@ -152,8 +153,8 @@ def queries_tile(head_dim: int, element_size: int, rows: int, columns: int, kind
 def keys_tile(head_dim: int, element_size: int, rows: int, columns: int, kind: str, device: DeviceFacts) -> Tile:
     """Return the tile for the gradients of keys and values."""
     block = head_block(head_dim)
-    # Two accumulators: larger tiles run out of registers. Packed: 372 (64 keys: 392; before, 408 and
-    # with 64 queries 463); 16 sequences with heads of 128: 208 (128 keys: 251, 32 keys: 414). All gradients with a bias
+    # Two accumulators: larger tiles run out of registers. Packed: 372 (64 keys: 392);
+    # 16 sequences with heads of 128: 208 (128 keys: 251, 32 keys: 414). All gradients with a bias
     # of 58 batches of 2 heads, 576 long and 64 wide: 207 (128 keys, where threads keep 296 bytes outside of registers:
     # 398), of 310 batches of one, 336 long and 8 wide: 182 (2 stages: 189, 128 keys: 192). In float32 of 23 batches of
     # 4, 736 long and 32 wide: 605 (64 queries: 740, 128 keys in 8 warps: 652), of 102 of 2, 546 long and 64 wide: 1498
@@ -241,15 +242,15 @@ def spread(
 def tile_constants(
     tile: Tile, rows: int, columns: int, head_dim: int, packed: bool, dtype: torch.dtype, device: DeviceFacts
 ) -> dict[str, Any]:
-    """Return a kernel's constants for a tile: alignments, tiles that need no masks, precision, sizes, warps, stages.
+    """Return a kernel's compile-time constants: alignments, whether masks are needed, precision, sizes, warps, stages.
 
-    By itself Triton notices only multiples of 16: for a bias with 72 keys it loaded single values, and 231 batches of 8
-    heads, bfloat16, 32 wide, took 254 forward, PyTorch's attention 124. It loaded single values of all tensors with
-    heads that are 8 wide.
+    ALIGN_M, ALIGN_N and ALIGN_D tell Triton how wide loads may be, because it detects only multiples of 16. Without
+    ALIGN_N it loaded a bias with 72 keys as single values, and the forward pass of 231 batches of 8 bfloat16 heads, 32
+    wide, took 254 us, PyTorch's attention 124. Without ALIGN_D it loaded heads that are 8 wide as single values.
 
-    If `spread` leaves 16 of more keys, heads are padded to 32: with 16 by 16 elements of a gradient of the keys
-    there is nothing for four warps to share, and each of them does all the work. A step of float32 heads that are 8
-    wide then has 2046 instructions of sm_90 and spills 200 bytes, with padding 854 and none.
+    Heads are padded to 32 if a tile has 16 keys of more: four warps cannot share a 16 by 16 gradient of the keys, so
+    that each would compute all of it. For float32 heads that are 8 wide, padding takes a step from 2046 instructions
+    with 200 spilled bytes to 854 without spills (sm_90).
     """
     block = head_block(head_dim)
     if tile.keys == 16 < columns:
@@ -279,7 +280,7 @@ def padded_bias(batches: int, heads: int, rows: int, columns: int, group: int, e
     """Return the pitch of a copy of the bias that the forward pass reads instead of the bias, 0 if none is needed.
 
     Half-precision rows with an odd number of keys are loaded as single values and sorted by shuffles: 18 batches of 4
-    heads, 503 long and 8 wide, took 235, PyTorch's attention, which copies them too, 195.
+    heads, 503 long and 8 wide, took 235 us; PyTorch's attention, which also copies the bias, 195.
     """
     odd = element_size == 2 and columns % 2 == 1
     worth = group >= PADDED_GROUP and batches * heads * rows * columns >= PADDED_LOGITS

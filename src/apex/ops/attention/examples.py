@@ -85,7 +85,7 @@ def _packed(name: str, title: str, shortest: int, **others: Any) -> Example:
         qkv, edges = make.normal(sum(drawn), 3, heads, size), make.tensor([0, *accumulate(drawn)], torch.int32)
         return {"qkv": qkv, "cu_seqlens": edges, "max_seqlen": length, "dropout_p": percent / 100}
 
-    def moved(dtype: torch.dtype, sequences: int, length: int, heads: int, size: int, *_: int) -> tuple[int, int]:
+    def bytes_moved(dtype: torch.dtype, sequences: int, length: int, heads: int, size: int, *_: int) -> tuple[int, int]:
         """Return the bytes of queries, keys, values and outputs, and in the backward pass of their gradients, too."""
         both = 4 * sum(lengths(sequences, length)) * heads * size * dtype.itemsize
         return both, 2 * both
@@ -98,7 +98,7 @@ def _packed(name: str, title: str, shortest: int, **others: Any) -> Example:
         exact=lambda qkv, cu_seqlens, max_seqlen, dropout_p: reference.packed_attention(qkv, cu_seqlens),
         sizes="sequences x length x heads x size",
         title=title + " {dtype} {s[0]}x{s[1]}x{s[2]}x{s[3]} dropout {s[4]}%",
-        moved=moved,
+        bytes_moved=bytes_moved,
         compiles=False,
         builds=False,  # the program for the real lengths is another one than a plan without them finds
         checked=lambda sequences, length, heads, size, *_: (3, 40, heads, size),
@@ -149,7 +149,7 @@ def _varlen_torch(query: Tensor, key: Tensor, value: Tensor, edges: Tensor, long
     return functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True).transpose(1, 2)[inside]
 
 
-def _varlen_moved(
+def _varlen_bytes(
     dtype: torch.dtype, documents: int, longest: int, heads: int, key_heads: int, size: int, window: int
 ) -> tuple[int, int]:
     """Return the bytes of queries, keys, values and outputs, and in the backward pass of their gradients, too."""
@@ -232,7 +232,7 @@ EXAMPLES = [
             Row("cuda", _BF16, (8, 2048, 32, 8, 128, 512)),
             Row("cpu", _F32, (4, 128, 4, 2, 64, 0)),
         ],
-        moved=_varlen_moved,
+        bytes_moved=_varlen_bytes,
         compiles=False,
         builds=False,  # the program for the real lengths is another one than a plan without them finds
         checked=lambda documents, longest, *others: (3, 40, *others[:3], min(others[3], 16)),

@@ -46,13 +46,13 @@ def _probabilities(products, biases, terms, largest, reciprocal, scale, HAS_MASK
 
 @triton.jit
 def row_terms_per_head(total, batch):
-    """Return the number of row terms of each kind that a head has, with gaps between the packed sequences."""
+    """Return the elements of `delta` per head and kind of row term, with gaps between the packed sequences."""
     return tl.cast(total // ROW_TERMS + batch + 1, tl.int64) * ROW_TERMS
 
 
 @triton.jit
 def row_terms_start(start, z):
-    """Return the index of a head's first row term of packed sequence z, which begins at row `start`."""
+    """Return the index in a head's part of `delta` where packed sequence z begins; its first row is `start`."""
     return (start // ROW_TERMS + z) * ROW_TERMS
 
 

@@ -112,10 +112,10 @@ def _bounds(cu, z, batch, total):
 
 @triton.jit
 def _find(cu, number, batch, BLOCK: tl.constexpr):
-    """Return the packed sequence of a tile and the tile's first row there; rows after the last are one more sequence.
+    """Return the packed sequence z of tile `number`, and the first row of the tile in the sequence.
 
-    Sequence z has the tiles from number cu[z] // BLOCK + z on. That is at most one more than it needs, so that programs
-    without rows are few whatever the lengths are, and no program needs the lengths of other sequences.
+    Rows after the last sequence count as one more sequence. The tiles of z begin at number cu[z] // BLOCK + z. Each
+    sequence has at most one tile too many, so that few programs are idle, and no prefix sum over lengths is needed.
     """
     i = tl.arange(0, SEARCHED)
     begun = tl.zeros((SEARCHED,), tl.int32)

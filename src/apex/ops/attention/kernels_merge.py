@@ -1,4 +1,4 @@
-"""Triton kernel that puts the results of several blocks of attention together."""
+"""Triton kernel that merges partial results of attention, each computed from another block of keys."""
 
 import triton
 import triton.language as tl
@@ -7,16 +7,16 @@ from .._launch import kernel
 
 
 @triton.jit
-def _logs(lse, h, place, count, inside):
-    """Return a block's logs of sums of one head, -inf for rows without a place in the block."""
-    return tl.load(lse + h * count + place, mask=inside, other=float("-inf"))
+def _logs(lse, h, row, count, inside):
+    """Return the logs of one head's sums of exponentials in a block, -inf for rows that the block lacks."""
+    return tl.load(lse + h * count + row, mask=inside, other=float("-inf"))
 
 
 @triton.jit
-def _values(block, h, place, heads, head_dim, inside, BD: tl.constexpr):
-    """Return a block's results of one head in float32, 0 for rows without a place in the block."""
+def _values(block, h, row, heads, head_dim, inside, BD: tl.constexpr):
+    """Return one head's rows of a block in float32, 0 for rows that the block lacks."""
     d = tl.arange(0, BD)
-    pointers = block + (place * heads + h)[:, None] * head_dim + d[None, :]
+    pointers = block + (row * heads + h)[:, None] * head_dim + d[None, :]
     return tl.load(pointers, mask=inside[:, None] & (d < head_dim)[None, :], other=0.0).to(tl.float32)
 
 
@@ -30,7 +30,7 @@ def attention_merge(
 ):  # fmt: skip
     """Sum BLOCKS results [rows, H, D], each weighted by its share of the sum of exponentials if WEIGHTED.
 
-    A block that is PARTIAL has `partial_rows` rows: `places` [rows] has each row's place among them, -1 for none. `lse`
+    A block that is PARTIAL has only `partial_rows` rows: `places` [rows] is the index of each row in it, or -1. `lse`
     becomes the log of each row's whole sum of exponentials, [H, rows].
     """
     h = (tl.program_id(0) % heads).to(tl.int64)

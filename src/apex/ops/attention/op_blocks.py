@@ -67,9 +67,9 @@ class Block(NamedTuple):
         return self.longest, self.longest_k, self.scale, self.left, self.right, 0.0, True
 
     def _suits_cudnn(self, query: Tensor, key: Tensor, *others: Tensor) -> bool:
-        """Return whether cuDNN computes this block, which it does faster than our kernels for equal lengths.
+        """Return whether cuDNN computes this block; it is faster than our kernels for equal lengths.
 
-        With a causal mask queries and keys have the same length, so it does not matter in which corner it begins.
+        With a causal mask queries and keys have equal lengths, so both conventions for the mask's corner agree.
         """
         if not self.sequences or not query.is_cuda or self.left >= 0 or self.right > 0:
             return False

@@ -108,11 +108,11 @@ class Problem(NamedTuple):
         return config.tile_constants(tile, *sizes, self.total > 0, self.dtype, facts(self.device))
 
     def programs(self, batch: int, rows: int, block: int, keys: bool = False) -> int:
-        """Return the number of programs: one per tile of each head; tiles are of queries, or of `keys` and their heads.
+        """Return the number of programs: one per tile of each head, of keys and their heads if `keys`, else of queries.
 
-        With a tail, each packed sequence and the rows after the last have at most one tile more than they need. For 16
-        documents of 512 to 8192 rows, 65,536 in all, a tile for each 64 of the greatest length and of all rows were
-        98,304 programs, of which 33,000 had rows.
+        With a tail, each packed sequence and the rows after the last have at most one tile too many. Tiles
+        for the greatest length of every sequence, and for all rows, would be 98,304 programs for 16 documents of 512 to
+        8192 rows, 65,536 in all, and only 33,000 of them would have rows.
         """
         total = (self.total_keys if keys else 0) or self.total
         tiles = total // block + batch + 1 if self.tail else batch * -(-rows // block)
@@ -219,8 +219,8 @@ def launch_packed_forward(
 ) -> tuple[Tensor, Tensor | None] | None:
     """Return output and statistics [H, total] of packed sequences; None if kernels do not take the sizes.
 
-    `tensors` are query, key and value, `bounds` the cu_seqlens of queries, those of keys (None: the same) and
-    dropout's seed. `joint` is shape and strides of qkv, [total, 3, H, D], if the tensors are its parts, None if they
+    `tensors` are query, key and value. `bounds` are cu_seqlens of queries, cu_seqlens of keys (None: the same) and the
+    seed of dropout. `joint` is shape and strides of qkv, [total, 3, H, D], if the tensors are its parts, None if they
     are contiguous. `settings` are the greatest lengths of queries and keys, scale (None: 1 / sqrt(D)), the window,
     dropout's probability, `tail` and `cudnn_first`. The kernel checks the `results` of cuDNN if they are given.
     """
@@ -247,7 +247,7 @@ def launch_packed_backward(
     settings: tuple[Any, ...],
     wants_keys: bool = True,
 ) -> Any:
-    """Return the gradient of qkv, or those of query, key and value, from the arguments of `launch_packed_forward`.
+    """Return the gradient of qkv, or of query, key and value, from the arguments of `launch_packed_forward`.
 
     Gradients of key and value are undefined unless `wants_keys`. Returns None if kernels do not take the sizes.
     """

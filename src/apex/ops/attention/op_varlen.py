@@ -124,7 +124,7 @@ def _window(window_size: tuple[int, int], causal: bool, longest: int, longest_ke
 
 
 def check_heads(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Raise for tensors [rows, heads, head size] that are no query, key and value of one attention."""
+    """Raise if shapes [rows, heads, head size], dtypes or devices of query, key and value do not fit together."""
     check_floats(query=query, key=key, value=value)
     dtype, device = query.dtype, query.device
     shape, key_shape, value_shape = tuple(query.shape), tuple(key.shape), tuple(value.shape)

@@ -98,10 +98,10 @@ def batch_norm_measure(
     mean = tl.sum(total, 0) / number
     away = means - mean[None, :]
     deviations = tl.sum(tl.maximum(squares - total * means, 0.0) + counts[:, None] * away * away, 0)
-    found = partials + program.to(tl.int64) * pitch
-    tl.store(found + channel, pivot + mean, inside)
-    tl.store(found + channels + channel, deviations, inside)
-    tl.store(found + 2 * channels, number, mask=block == 0)
+    pointers = partials + program.to(tl.int64) * pitch
+    tl.store(pointers + channel, pivot + mean, inside)
+    tl.store(pointers + channels + channel, deviations, inside)
+    tl.store(pointers + 2 * channels, number, mask=block == 0)
 
 
 @kernel
@@ -134,9 +134,9 @@ def batch_norm_statistics(
         mask = (part < programs)[:, None] & inside[None, :]
         begin = partials + part.to(tl.int64) * pitch
         number = tl.load(begin + 2 * channels, part < programs, other=0.0)
-        found = begin[:, None] + channel[None, :]
-        means = tl.load(found, mask, other=0.0)
-        deviations = tl.load(found + channels, mask, other=0.0)
+        pointers = begin[:, None] + channel[None, :]
+        means = tl.load(pointers, mask, other=0.0)
+        deviations = tl.load(pointers + channels, mask, other=0.0)
         here = tl.sum(number, 0)
         mean_here = tl.sum(number[:, None] * means, 0) / tl.maximum(here, 1.0)
         away = means - mean_here[None, :]
@@ -252,9 +252,9 @@ def batch_norm_measure_backward(
             tl.store(dz + offset, gradient.to(dz.dtype.element_ty), mask)
         sum_dy += gradient
         sum_dy_xhat += gradient * away
-    found = partials + program.to(tl.int64) * 2 * channels + channel
-    tl.store(found, tl.sum(sum_dy, 0), inside)
-    tl.store(found + channels, tl.sum(sum_dy_xhat, 0) * factor, inside)
+    pointers = partials + program.to(tl.int64) * 2 * channels + channel
+    tl.store(pointers, tl.sum(sum_dy, 0), inside)
+    tl.store(pointers + channels, tl.sum(sum_dy_xhat, 0) * factor, inside)
 
 
 @kernel
@@ -275,9 +275,9 @@ def batch_norm_sums(
     for first in range(0, programs, P_BLOCK):
         part = first + tl.arange(0, P_BLOCK)
         mask = (part < programs)[:, None] & inside[None, :]
-        found = partials + part.to(tl.int64)[:, None] * 2 * channels + channel[None, :]
-        sums_dy += tl.load(found, mask, other=0.0)
-        sums_dy_xhat += tl.load(found + channels, mask, other=0.0)
+        pointers = partials + part.to(tl.int64)[:, None] * 2 * channels + channel[None, :]
+        sums_dy += tl.load(pointers, mask, other=0.0)
+        sums_dy_xhat += tl.load(pointers + channels, mask, other=0.0)
     total_dy, total_dy_xhat = tl.sum(sums_dy, 0), tl.sum(sums_dy_xhat, 0)
     tl.store(sum_dy + channel, total_dy, inside)
     tl.store(sum_dy_xhat + channel, total_dy_xhat, inside)

@@ -52,7 +52,10 @@ def statistics(
 
 
 def scaled_statistics(input: Tensor, running: Channels, spec: BatchNormSpec) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `statistics` of one process, and scale and shift of every channel, [2, C], in a compiled graph."""
+    """Return mean, variance, and scale and shift [2, C], of one process, by the operator for compiled graphs.
+
+    Running statistics move towards the batch's.
+    """
     mean, variance, *parameters = running
     constants = [None if each is None else each.detach() for each in parameters]
     tensors = (input.detach(), mean, variance, *constants)
@@ -93,7 +96,7 @@ def local_gradients(
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor]:
     """Return the gradients of input and addend (None if they are not wanted), weight and bias, of one process.
 
-    The addend's gradient is `dy` behind the ReLU mask.
+    The addend's gradient is `dy` times the ReLU mask.
     """
     arguments = (dy, input, output, channels, spec)
     if launches(input):

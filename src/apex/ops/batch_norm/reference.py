@@ -68,7 +68,7 @@ class BatchStatistics(NamedTuple):
     inverted: bool
 
     def asked(self) -> BatchStatistics:
-        """Return itself to a caller that may compute with it, and tell a graph being captured that it is read."""
+        """Return itself; a CUDA graph that is being captured records that the caller may read the statistics."""
         if (capture := _graph_numbers.capturing()) is not None:
             capture.reads.update((id(self.mean), id(self.spread)))
         return self
@@ -95,7 +95,7 @@ class Exchange(Protocol):
 class GradientSums(NamedTuple):
     """Sums per channel over all values that were normalised together, and 1 / the number of these values.
 
-    Without `sum_dy_xhat`, `sum_dy` holds the rank statistics summed over all ranks, which include everything.
+    If `sum_dy_xhat` is None, `sum_dy` holds sum_dy, sum_dy_xhat and the count, [2C + 1], as ranks exchange them.
     """
 
     sum_dy: Tensor
@@ -171,9 +171,9 @@ def normalise(
 def gradient_sums(
     dy: Tensor, input: Tensor, output: Tensor | None, channels: Channels, spec: BatchNormSpec
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradient before the activation, its sum per channel, and that times the normalised input.
+    """Return the gradient before the activation, `sum_dy` and `sum_dy_xhat`.
 
-    The mask is taken from `output`. For a norm without an addend `output` may be None; the mask is computed again.
+    The ReLU mask is taken from `output`, or computed again if `output` is None (only without an addend).
     """
     dy = masked(dy, input, output, channels, spec)
     dtype, channel_dim = compute_dtype(dy, input), spec.channel_dim
@@ -324,7 +324,7 @@ def _cast(parameter: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def masked(dy: Tensor, input: Tensor, output: Tensor | None, channels: Channels, spec: BatchNormSpec) -> Tensor:
-    """Return `dy` behind the ReLU mask, or times the slope of SiLU, or `dy` itself without an activation."""
+    """Return `dy` times the ReLU mask or the slope of SiLU; `dy` itself without an activation."""
     if spec.silu:
         wide = input.to(compute_dtype(dy, input))
         before = normalise(wide, None, channels, without_relu(spec))

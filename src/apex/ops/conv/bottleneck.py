@@ -5,8 +5,8 @@
     y    = relu(s3 conv1x1(out2) + b3 + shortcut),    shortcut = x or s4 conv1x1(x) + b4
 
 The scale of an output channel is applied to its weights, so that one call of cuDNN computes the rest of a line and
-rounds once. The host is the limit for all but large images: this makes few calls, and repeats the same ones, whose code
-is still in its caches. With matrix products for 1x1 convolutions a step on an H200 took 1.08 times as long.
+rounds once. The CPU limits the speed for all but large images, so there are few calls, mostly of the same function,
+whose code stays in the CPU's caches. With matrix products for 1x1 convolutions a step on an H200 took 8% longer.
 
 An image may be divided by rows among ranks. A HaloPadder `pad` then exchanges the first and the last row with the ranks
 above and below: after `pad.wait()`, `pad(images, *_ROWS)` has the neighbours' rows at both ends.
@@ -74,7 +74,10 @@ def bottleneck_forward(
 def bottleneck_backward(
     dy: Tensor, saved: Sequence[Tensor], stride: int, wanted: Sequence[bool], pad: Any = None
 ) -> list[Tensor | None]:
-    """Return the `wanted` gradients of x and of the weights; all ranks must want one below `out2`, or none."""
+    """Return the `wanted` gradients of x and of the weights.
+
+    `pad` communicates, so either all ranks or none must want a gradient of x or of the first two weights.
+    """
     x, out1, out2, y, *others = saved  # out1 includes the neighbours' rows
     scaled, scales = others[: len(others) // 2], others[len(others) // 2 :]
     of_x, of_weights = wanted[0], wanted[1:]

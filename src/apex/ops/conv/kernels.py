@@ -1,4 +1,4 @@
-"""Kernels behind a convolution, in one pass over its output, in place; and weights multiplied by frozen norms."""
+"""Kernels that apply scale, bias, ReLU and mask to a convolution's output, and fold frozen norms into weights."""
 
 import triton
 import triton.language as tl

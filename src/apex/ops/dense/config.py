@@ -15,7 +15,7 @@ from .. import _device, _library
 SMALL = 1 << 14
 SMALL_BETWEEN_LAYERS = 3 << 23  # elements between the layers of dense_gelu_dense
 
-# Elements of a matrix up to which a few programs with many rows are quick enough: float16 4096x1024 in 17.7 us,
+# Matrices with at most this many elements get a few programs with many rows each: float16 4096x1024 in 17.7 us,
 # 4096x4096 in 41 (two launches: 16.4 and 38, but twice the host time, 30 us instead of 15).
 SMALL_MATRIX = 1 << 24
 FEW_ROWS, FEW_ODD_ROWS = 2048, 256

@@ -65,18 +65,18 @@ def _active(x, ACTIVATION: tl.constexpr, dtype: tl.constexpr):
 @kernel
 @triton.jit
 def gelu_forward(input, output, elements, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
-    """Compute gelu or another activation of its kind.
+    """Compute an activation x * gate(x), such as gelu.
 
-    Only the last program uses a mask: with one, an odd number of values would be loaded singly.
+    Only the last program uses a mask: with a mask, Triton loads an odd number of values one by one.
     """
     start = tl.program_id(0).to(tl.int64) * BLOCK
-    place = start + tl.arange(0, BLOCK)
+    index = start + tl.arange(0, BLOCK)
     if start + BLOCK <= elements:
-        tl.store(output + place, _active(tl.load(input + place), ACTIVATION, output.dtype.element_ty))
+        tl.store(output + index, _active(tl.load(input + index), ACTIVATION, output.dtype.element_ty))
     else:
-        mask = place < elements
-        x = tl.load(input + place, mask=mask)
-        tl.store(output + place, _active(x, ACTIVATION, output.dtype.element_ty), mask=mask)
+        mask = index < elements
+        x = tl.load(input + index, mask=mask)
+        tl.store(output + index, _active(x, ACTIVATION, output.dtype.element_ty), mask=mask)
 
 
 @kernel
@@ -123,8 +123,8 @@ def activation_backward(
         if partials is not None:
             sums += gradient
     if partials is not None:
-        place = partials + group.to(tl.int64) * columns + column
-        tl.store(place, tl.sum(sums, 0).to(partials.dtype.element_ty), mask=None if FULL else column < columns)
+        pointers = partials + group.to(tl.int64) * columns + column
+        tl.store(pointers, tl.sum(sums, 0).to(partials.dtype.element_ty), mask=None if FULL else column < columns)
         if FINISH:
             programs = tl.num_programs(1)
             unions = tl.cdiv(programs, FINISH)
@@ -149,10 +149,11 @@ def accumulate_weight_gradient(
     BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, BLOCK_ROWS: tl.constexpr, BAND: tl.constexpr, FULL: tl.constexpr,
     WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Compute d_weight[outs, ins] += d_output[rows, outs]^T input[rows, ins], for a PyTorch without such a product.
+    """Compute d_weight[outs, ins] += d_output[rows, outs]^T input[rows, ins]; used if PyTorch has no such operator.
 
-    Tiles are walked in bands of BAND tile rows, so that programs of one wave share their reads. FULL: nothing needs a
-    mask. WIDEN: for Triton's interpreter, which treats bfloat16 as integers in a product.
+    Programs take the tiles of `d_weight` in bands of BAND rows of tiles, so that programs that run at the same time
+    read the same inputs. FULL: no tile needs a mask. WIDEN: multiply in float32, because Triton's interpreter
+    multiplies the bits of bfloat16 numbers as integers.
     """
     program = tl.program_id(0)
     tiles_in = tl.cdiv(ins, BLOCK_IN)
@@ -175,6 +176,6 @@ def accumulate_weight_gradient(
             gradient = gradient.to(tl.float32)
             value = value.to(tl.float32)
         product = tl.dot(tl.trans(gradient), value, product)
-    place = d_weight + out.to(tl.int64)[:, None] * ins + column[None, :]
+    pointers = d_weight + out.to(tl.int64)[:, None] * ins + column[None, :]
     mask = None if FULL else (out < outs)[:, None] & (column < ins)[None, :]
-    tl.store(place, tl.load(place, mask=mask) + product, mask=mask)
+    tl.store(pointers, tl.load(pointers, mask=mask) + product, mask=mask)

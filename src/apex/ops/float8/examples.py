@@ -12,7 +12,7 @@ _DTYPE = torch.float8_e4m3fn
 
 
 def _widened(copy: Tensor, transposed: Tensor, inverse: Tensor, turned_inverse: Tensor) -> tuple[Tensor, ...]:
-    """Return the numbers that both copies stand for, and the inverse scales."""
+    """Return both float8 copies times their inverse scales, in float32, and the inverse scales."""
     return copy.float() * inverse, transposed.float() * turned_inverse, inverse, turned_inverse
 
 

@@ -64,11 +64,11 @@ def float8_cast_blocks(
     transposed_tile = transposed + (column_block * rows + row_block) * BLOCK
     element = copy.dtype.element_ty
     quarter, whole = tl.arange(0, BLOCK // 4), tl.arange(0, BLOCK)
-    place = quarter[:, None] * (4 * columns) + whole[None, :]
-    x0 = tl.load(tile + place).to(tl.float32)
-    x1 = tl.load(tile + columns + place).to(tl.float32)
-    x2 = tl.load(tile + 2 * columns + place).to(tl.float32)
-    x3 = tl.load(tile + 3 * columns + place).to(tl.float32)
+    offset = quarter[:, None] * (4 * columns) + whole[None, :]
+    x0 = tl.load(tile + offset).to(tl.float32)
+    x1 = tl.load(tile + columns + offset).to(tl.float32)
+    x2 = tl.load(tile + 2 * columns + offset).to(tl.float32)
+    x3 = tl.load(tile + 3 * columns + offset).to(tl.float32)
     most = _larger(_larger(tl.abs(x0), tl.abs(x1)), _larger(tl.abs(x2), tl.abs(x3)))
     if SQUARE:
         one_inverse, scale = _block_scales(
@@ -76,16 +76,16 @@ def float8_cast_blocks(
         )  # fmt: skip
         tl.store(inverse + row_block * padded + column_block, one_inverse)
         tl.store(turned_inverse + column_block * turned_padded + row_block, one_inverse)
-        tl.store(copy_tile + place, (x0 * scale).to(element))
-        tl.store(copy_tile + columns + place, (x1 * scale).to(element))
-        tl.store(copy_tile + 2 * columns + place, (x2 * scale).to(element))
-        tl.store(copy_tile + 3 * columns + place, (x3 * scale).to(element))
+        tl.store(copy_tile + offset, (x0 * scale).to(element))
+        tl.store(copy_tile + columns + offset, (x1 * scale).to(element))
+        tl.store(copy_tile + 2 * columns + offset, (x2 * scale).to(element))
+        tl.store(copy_tile + 3 * columns + offset, (x3 * scale).to(element))
     else:
         row_inverse = inverse + column_block * rows + row_block * BLOCK + 4 * quarter
-        _cast_rows(x0, copy_tile + place, row_inverse, LIMIT, POWER_OF_2)
-        _cast_rows(x1, copy_tile + columns + place, row_inverse + 1, LIMIT, POWER_OF_2)
-        _cast_rows(x2, copy_tile + 2 * columns + place, row_inverse + 2, LIMIT, POWER_OF_2)
-        _cast_rows(x3, copy_tile + 3 * columns + place, row_inverse + 3, LIMIT, POWER_OF_2)
+        _cast_rows(x0, copy_tile + offset, row_inverse, LIMIT, POWER_OF_2)
+        _cast_rows(x1, copy_tile + columns + offset, row_inverse + 1, LIMIT, POWER_OF_2)
+        _cast_rows(x2, copy_tile + 2 * columns + offset, row_inverse + 2, LIMIT, POWER_OF_2)
+        _cast_rows(x3, copy_tile + 3 * columns + offset, row_inverse + 3, LIMIT, POWER_OF_2)
         column_inverse, column_scale = _block_scales(tl.reduce(most, 0, _larger), LIMIT, POWER_OF_2)
         tl.store(turned_inverse + row_block * columns + column_block * BLOCK + whole, column_inverse)
         scale = column_scale[None, :]

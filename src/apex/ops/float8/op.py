@@ -20,7 +20,7 @@ DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.f
 
 
 def amax(input: Tensor, by_row: bool, compiling: bool = False) -> Tensor:
-    """Return the largest magnitudes of a matrix: of its rows and then of its columns, or of parts that cover it.
+    """Return largest magnitudes: `by_row` of each row, then of each column; else of parts that cover the matrix.
 
     A NaN in the matrix makes its largest magnitude NaN. While `compiling`, PyTorch's operators compute the maximum of a
     whole matrix: Inductor fuses it with the code that computes the matrix.

@@ -124,6 +124,6 @@ def focal_loss_sum(partials, num_positives, loss, count, BLOCK: tl.constexpr):
     """Divide the sum of `count` partial losses by the number of positives, in one program."""
     total = tl.zeros([BLOCK], tl.float32)
     for first in tl.range(0, count, BLOCK):
-        place = first + tl.arange(0, BLOCK)
-        total += tl.load(partials + place, mask=place < count, other=0.0)
+        index = first + tl.arange(0, BLOCK)
+        total += tl.load(partials + index, mask=index < count, other=0.0)
     tl.store(loss, tl.sum(total) / tl.load(num_positives).to(tl.float32))

@@ -113,6 +113,6 @@ def glu_backward(
             gate_sum += dgate
             value_sum += dx
     if partials is not None:
-        place = partials + group.to(tl.int64) * (2 * width) + column
-        tl.store(place, tl.sum(gate_sum, 0), mask=column_mask)
-        tl.store(place + width, tl.sum(value_sum, 0), mask=column_mask)
+        pointers = partials + group.to(tl.int64) * (2 * width) + column
+        tl.store(pointers, tl.sum(gate_sum, 0), mask=column_mask)
+        tl.store(pointers + width, tl.sum(value_sum, 0), mask=column_mask)

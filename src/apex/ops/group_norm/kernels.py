@@ -58,9 +58,9 @@ def _tile(positions, channels, chunks, LAST: tl.constexpr, ALIGN: tl.constexpr, 
 @triton.jit
 def _statistics(statistics, image, groups, channel, inside, eps, D: tl.constexpr):
     """Return mean and reciprocal deviation of the group of each channel."""
-    place = statistics + (image * groups + channel // D) * 2
-    mean = tl.load(place, inside, other=0.0)
-    return mean, tl.rsqrt(tl.load(place + 1, inside, other=0.0) + eps)
+    pointers = statistics + (image * groups + channel // D) * 2
+    mean = tl.load(pointers, inside, other=0.0)
+    return mean, tl.rsqrt(tl.load(pointers + 1, inside, other=0.0) + eps)
 
 
 @triton.jit
@@ -106,9 +106,9 @@ def _sum_pairs(pairs, count, channels, column, inside, ROWS: tl.constexpr, COLUM
     for first in range(0, count, ROWS):
         row = first + tl.arange(0, ROWS)[:, None]
         mask = (row < count) & inside[None, :]
-        found = pairs + row.to(tl.int64) * 2 * channels + column[None, :]
-        sum_dy += tl.load(found, mask, other=0.0)
-        sum_dy_xhat += tl.load(found + channels, mask, other=0.0)
+        pointers = pairs + row.to(tl.int64) * 2 * channels + column[None, :]
+        sum_dy += tl.load(pointers, mask, other=0.0)
+        sum_dy_xhat += tl.load(pointers + channels, mask, other=0.0)
     return tl.sum(sum_dy, 0), tl.sum(sum_dy_xhat, 0)
 
 
@@ -124,9 +124,9 @@ def _add_up(scratch, tickets, dweight, dbias, images, channels, groups, D: tl.co
         sum_dy = tl.zeros((D_BLOCK,), tl.float32)
         sum_dy_xhat = tl.zeros((D_BLOCK,), tl.float32)
         for image in range(images):
-            found = scratch + tl.cast(image, tl.int64) * 2 * channels + group * D + within
-            sum_dy += tl.load(found, within < D, other=0.0, cache_modifier=".cg")
-            sum_dy_xhat += tl.load(found + channels, within < D, other=0.0, cache_modifier=".cg")
+            pointers = scratch + tl.cast(image, tl.int64) * 2 * channels + group * D + within
+            sum_dy += tl.load(pointers, within < D, other=0.0, cache_modifier=".cg")
+            sum_dy_xhat += tl.load(pointers + channels, within < D, other=0.0, cache_modifier=".cg")
         channel = group * D + within
         _store_parameter_gradients(dweight, dbias, sum_dy, sum_dy_xhat, channel, within < D)
 
@@ -173,9 +173,9 @@ def group_norm_measure(
     values = tl.load(x + offset, mask, other=0.0).to(tl.float32)
     mean = tl.sum(values, 0) / tl.minimum(positions - first, R)
     centred = tl.where(mask, values - mean[None, :], 0.0)
-    found = partials + tl.program_id(0).to(tl.int64) * 2 * channels + channel
-    tl.store(found, mean, inside)
-    tl.store(found + channels, tl.sum(centred * centred, 0), inside)
+    pointers = partials + tl.program_id(0).to(tl.int64) * 2 * channels + channel
+    tl.store(pointers, mean, inside)
+    tl.store(pointers + channels, tl.sum(centred * centred, 0), inside)
 
 
 @kernel
@@ -206,9 +206,9 @@ def group_norm_statistics(
         chunk = first + tl.arange(0, CHUNK_BLOCK)[:, None]
         mask = (chunk < chunks) & (column < D)
         rows = tl.minimum(positions - chunk * R, R).to(tl.float32)
-        found = partials + start + chunk.to(tl.int64) * 2 * channels + column
-        away = tl.load(found, mask, other=0.0) - mean
-        squares += tl.where(mask, tl.load(found + channels, mask, other=0.0) + rows * away * away, 0.0)
+        pointers = partials + start + chunk.to(tl.int64) * 2 * channels + column
+        away = tl.load(pointers, mask, other=0.0) - mean
+        squares += tl.where(mask, tl.load(pointers + channels, mask, other=0.0) + rows * away * away, 0.0)
     tl.store(statistics + program * 2, mean)
     tl.store(statistics + program * 2 + 1, tl.sum(squares) / count)
 
@@ -291,9 +291,9 @@ def group_norm_backward_tile(
     means = scratch + tl.cast(images, tl.int64) * 2 * channels
     if dx is None:
         # Outside the input the loaded gradient is 0, and so is every term.
-        found = means + images * 2 * groups + tl.program_id(0).to(tl.int64) * 2 * channels + channel
-        tl.store(found, tl.sum(gradient, 0), inside)
-        tl.store(found + channels, tl.sum(gradient * xhat, 0), inside)
+        pointers = means + images * 2 * groups + tl.program_id(0).to(tl.int64) * 2 * channels + channel
+        tl.store(pointers, tl.sum(gradient, 0), inside)
+        tl.store(pointers + channels, tl.sum(gradient * xhat, 0), inside)
     else:
         means += (image * groups + channel // D) * 2
         mean_dy = tl.load(means, inside, other=0.0)[None, :]

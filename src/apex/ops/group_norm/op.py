@@ -271,7 +271,7 @@ def _backward_launches(
     elements = images * 2 * channels
     chosen = _held_config(sizes, itemsize, last, "backward", device)
     if chosen is not None:
-        # Programs of different images sum their results themselves, if there is a ticket for every group.
+        # The last program of each group adds up parameter gradients over images, if every group has an arrival counter.
         add_up = param_grads and groups <= TICKETS and device.publishes_for_all
         held = _prepare_held(kernels.group_norm_backward_small, sizes, chosen, last, silu, ADD_UP=add_up)
         return BackwardLaunches(elements, held, parameters=parameters if param_grads and not add_up else None)

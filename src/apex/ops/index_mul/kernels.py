@@ -30,10 +30,10 @@ def index_mul_forward(
     source = tl.load(index + row, mask=None if FULL else row < count).to(tl.int64)
     known = (source >= 0) & (source < in1_rows)
     known = known[:, None] if FULL else known[:, None] & mask
-    place = row[:, None] * width + column[None, :]
+    offset = row[:, None] * width + column[None, :]
     first = tl.load(in1 + source[:, None] * width + column[None, :], mask=known, other=float("nan")).to(tl.float32)
-    second = tl.load(in2 + place, mask=mask).to(tl.float32)
-    tl.store(out + place, (first * second).to(out.dtype.element_ty), mask=mask)
+    second = tl.load(in2 + offset, mask=mask).to(tl.float32)
+    tl.store(out + offset, (first * second).to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -45,11 +45,11 @@ def _flush(total, current, ended, first, end, chunk, offsets, grad1, partials, c
     begin = tl.load(offsets + current, mask=ended, other=0)
     stop = tl.load(offsets + current + 1, mask=ended, other=0)
     whole = (begin >= first) & (stop <= end)
-    place = grad1 + current.to(tl.int64)[:, None] * width + column[None, :]
-    tl.store(place, total.to(grad1.dtype.element_ty), mask=(ended & whole)[:, None] & column_mask)
+    pointers = grad1 + current.to(tl.int64)[:, None] * width + column[None, :]
+    tl.store(pointers, total.to(grad1.dtype.element_ty), mask=(ended & whole)[:, None] & column_mask)
     slot = 2 * chunk.to(tl.int64) + (begin >= first).to(tl.int64)
-    place = partials + slot[:, None] * width + column[None, :]
-    tl.store(place, total, mask=(ended & (whole == 0))[:, None] & column_mask)
+    pointers = partials + slot[:, None] * width + column[None, :]
+    tl.store(pointers, total, mask=(ended & (whole == 0))[:, None] & column_mask)
 
 
 @kernel
@@ -85,24 +85,24 @@ def index_mul_backward(
         total = tl.where((key != current)[:, None], 0.0, total)
         current = key
         mask = live[:, None] & column_mask
-        place = source[:, None] * width + column[None, :]
+        offset = source[:, None] * width + column[None, :]
         place1 = key.to(tl.int64)[:, None] * width + column[None, :]
         mask1 = known[:, None] & column_mask
-        gradient = tl.load(grad_out + place, mask=mask, other=0.0).to(tl.float32)
+        gradient = tl.load(grad_out + offset, mask=mask, other=0.0).to(tl.float32)
         if grad_grad1 is not None:
             of1 = tl.load(grad_grad1 + place1, mask=mask1, other=float("nan")).to(tl.float32)
-            of2 = tl.load(grad_grad2 + place, mask=mask, other=0.0).to(tl.float32)
+            of2 = tl.load(grad_grad2 + offset, mask=mask, other=0.0).to(tl.float32)
             value1 = tl.load(in1 + place1, mask=mask1, other=float("nan")).to(tl.float32)
-            value2 = tl.load(in2 + place, mask=mask, other=0.0).to(tl.float32)
+            value2 = tl.load(in2 + offset, mask=mask, other=0.0).to(tl.float32)
             product = of1 * value2 + of2 * value1
-            tl.store(grad_grad_out + place, product.to(grad_grad_out.dtype.element_ty), mask=mask)
-            tl.store(grad2 + place, (of1 * gradient).to(grad2.dtype.element_ty), mask=mask)
+            tl.store(grad_grad_out + offset, product.to(grad_grad_out.dtype.element_ty), mask=mask)
+            tl.store(grad2 + offset, (of1 * gradient).to(grad2.dtype.element_ty), mask=mask)
             total += of2 * gradient
         else:
-            value2 = tl.load(in2 + place, mask=mask, other=0.0).to(tl.float32)
+            value2 = tl.load(in2 + offset, mask=mask, other=0.0).to(tl.float32)
             if grad2 is not None:
                 value1 = tl.load(in1 + place1, mask=mask1, other=float("nan")).to(tl.float32)
-                tl.store(grad2 + place, (gradient * value1).to(grad2.dtype.element_ty), mask=mask)
+                tl.store(grad2 + offset, (gradient * value1).to(grad2.dtype.element_ty), mask=mask)
             total += gradient * value2
     ended = (current >= 0) & (current < in1_rows)
     _flush(total, current, ended, first, end, chunk, offsets, grad1, partials, column, column_mask, width)
@@ -140,7 +140,7 @@ def index_mul_finish(
                 for chunk in tl.range(program, last + 1, ROWS):
                     part = (chunk + tl.arange(0, ROWS)).to(tl.int64)
                     slot = 2 * part + (part == program).to(tl.int64)
-                    place = partials + slot[:, None] * width + column[None, :]
-                    total += tl.load(place, mask=(part <= last)[:, None] & column_mask, other=0.0)
+                    pointers = partials + slot[:, None] * width + column[None, :]
+                    total += tl.load(pointers, mask=(part <= last)[:, None] & column_mask, other=0.0)
                 result = grad1 + key.to(tl.int64) * width + column
                 tl.store(result, tl.sum(total, 0).to(grad1.dtype.element_ty), mask=column < width)

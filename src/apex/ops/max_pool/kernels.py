@@ -41,7 +41,7 @@ def max_pool_forward(
     best = tl.full((R, C_BLOCK), float("-inf"), tl.float32)
     # The first of equal values and the last NaN win, as in PyTorch. If all are -inf, the first one inside the image
     # wins.
-    place = tl.maximum(-first_row, 0) * K + tl.maximum(-first_column, 0) + tl.zeros((R, C_BLOCK), tl.int32)
+    winner = tl.maximum(-first_row, 0) * K + tl.maximum(-first_column, 0) + tl.zeros((R, C_BLOCK), tl.int32)
     for k in tl.static_range(K * K):
         row = first_row + k // K
         column = first_column + k % K
@@ -50,16 +50,16 @@ def max_pool_forward(
         value = tl.load(begin + offset, mask, other=float("-inf")).to(tl.float32)
         better = (value > best) | (value != value)
         best = tl.where(better, value, best)
-        place = tl.where(better, k, place)
+        winner = tl.where(better, k, winner)
     offset = (image * rows * columns + position) * channels + channel
     tl.store(output + offset, best.to(output.dtype.element_ty), exists)
-    tl.store(index + offset, place.to(tl.int8), exists)
+    tl.store(index + offset, winner.to(tl.int8), exists)
 
 
 @triton.jit
-def _share(value, place, row, column, K: tl.constexpr):
+def _share(value, winner, row, column, K: tl.constexpr):
     """Return the part of a window's gradient for the value in this row and column of the window."""
-    return tl.where((place == row * K + column) & (column < K), value, 0.0)
+    return tl.where((winner == row * K + column) & (column < K), value, 0.0)
 
 
 @kernel
@@ -87,19 +87,19 @@ def max_pool_backward(
             out_column = column // S - back_column
             mask = exists & (out_row >= 0) & (out_row < rows) & (out_column >= 0) & (out_column < columns)
             offset = (begin + out_row * columns + out_column) * channels + channel
-            place = tl.load(index + offset, mask, other=-1).to(tl.int32)
+            winner = tl.load(index + offset, mask, other=-1).to(tl.int32)
             value = tl.load(dy + offset, mask, other=0.0).to(tl.float32)
             if D == 1:
                 in_row = row % S + back_row * S
-                gradient += _share(value, place, in_row, column % S + back_column * S, K)
+                gradient += _share(value, winner, in_row, column % S + back_column * S, K)
             else:
-                gradient += _share(value, place, back_row * S, back_column * S, K)
+                gradient += _share(value, winner, back_row * S, back_column * S, K)
                 if back_column * S + 1 < K:
-                    right += _share(value, place, back_row * S, back_column * S + 1, K)
+                    right += _share(value, winner, back_row * S, back_column * S + 1, K)
                 if back_row * S + 1 < K:
-                    below += _share(value, place, back_row * S + 1, back_column * S, K)
+                    below += _share(value, winner, back_row * S + 1, back_column * S, K)
                     if back_column * S + 1 < K:
-                        diagonal += _share(value, place, back_row * S + 1, back_column * S + 1, K)
+                        diagonal += _share(value, winner, back_row * S + 1, back_column * S + 1, K)
     row -= P
     column -= P
     offset = (image * height * width + row * width + column) * channels + channel

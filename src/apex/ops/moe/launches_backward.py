@@ -97,7 +97,7 @@ def launch_unit_backward(
     problem: Problem,
     want_scaled: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return the results of `launch_down_backward` from the gradient of the unit, [N, F], without rows' weights."""
+    """Return the results of `launch_down_backward`, from `dactive` [N, F] = dy @ down^T, before routing weights."""
     rows, columns = config.UNIT_ROWS, min(config.UNIT_COLUMNS, max(16, next_power_of_2(problem.width)))
     blocks = -(-problem.width // columns)
     dpre = torch.empty_like(pre)

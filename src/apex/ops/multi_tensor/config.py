@@ -17,9 +17,9 @@ WARPS = 4
 # addresses and shares a group's largest number with others only once.
 CODES_PER_THREAD = 16
 
-# Blocks that a program with such lists walks over, and the stages in which it loads them. On an H200, AdamW on 1.3
+# Consecutive blocks of a program for lists with codes, and pipeline stages of its loads. On an H200, AdamW on 1.3
 # billion parameters takes 3.43 ms with stochastic rounding and int8 state, 4.67 with float8, 4.09 with int8 and masters
-# of 24 bits; without a walk 4.04, 4.90 and 4.06; with 8 blocks 3.50, 4.67 and 4.10; 8 in 3 stages 3.96, 4.57, 4.19.
+# of 24 bits; with one block 4.04, 4.90 and 4.06; with 8 blocks 3.50, 4.67 and 4.10; 8 in 3 stages 3.96, 4.57, 4.19.
 CODED_BLOCKS = 16
 CODED_STAGES = 2
 
@@ -91,7 +91,7 @@ def blocks_per_program(facts: DeviceFacts, blocks: int, elements: int) -> int:
 def walk(facts: DeviceFacts, blocks: int, has_codes: bool) -> tuple[int, int]:
     """Return how many of the `blocks` a program that measures nothing walks over, and the stages of its loads."""
     if facts.backend == "interpreter":
-        return (2, 2) if has_codes else (1, 1)  # so that tests see both
+        return (2, 2) if has_codes else (1, 1)  # so that tests cover programs with and without a loop
     is_long = blocks >= CODED_BLOCKS * ENOUGH_PROGRAMS
     return (CODED_BLOCKS, CODED_STAGES) if has_codes and is_long and facts.backend == "cuda" else (1, 1)
 

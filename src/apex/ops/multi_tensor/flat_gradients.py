@@ -38,19 +38,19 @@ class FlatGradients(FlatBuffer):
     def gather(self, gradients: Sequence[Tensor | None]) -> list[int]:
         """Copy dense gradients to their views, and zeros for None; return the indices of the copied gradients."""
         storage = self.values.untyped_storage().data_ptr()
-        moved, values = [], []
+        copied, values = [], []
         for index, gradient in enumerate(gradients):
             if gradient is not None and not self.holds(index, gradient):
                 value = gradient.detach()
-                moved.append(index)
+                copied.append(index)
                 # Cloned first: two gradients may have been exchanged.
                 values.append(value.clone() if value.untyped_storage().data_ptr() == storage else value)
         missing = [view for view, gradient in zip(self.views, gradients, strict=True) if gradient is None]
         if missing:
             torch._foreach_zero_(missing)
-        if moved:
-            torch._foreach_copy_([self.views[index] for index in moved], values)
-        return moved
+        if copied:
+            torch._foreach_copy_([self.views[index] for index in copied], values)
+        return copied
 
     def attach(self, has_gradient: Sequence[bool]) -> None:
         """Make the views the members' gradients, or set None for members without a gradient."""

@@ -1,7 +1,7 @@
 """The kernel of the multi-tensor ops, which applies an update rule to lists of tensors.
 
 table       int64 [tensors, ROWS]            number of elements, then the address in every list except the gradients;
-                                             a list with a codec is followed by its list of companions
+                                             a list with a codec is followed by its companions (scales, remainders)
 moving      int64 [tensors]                  addresses of the gradients, which move from step to step
 programs    int32 [programs, 2]              tensor and block of each program; None if each tensor has one program
 noop        number [1]                       nothing is done unless it is 0
@@ -123,7 +123,7 @@ def _slot(table, entry, TYPE: tl.constexpr, CODEC: tl.constexpr, ALIGNED: tl.con
 
 @triton.jit
 def _slots(table, moving, tensor, TYPES: tl.constexpr, CONSTANTS: tl.constexpr):
-    """Return a tensor's pointers in every slot, its companions in all but slot 1, and the pointer of its copy."""
+    """Return a tensor's pointers in slots 0 to 4, those of companions in slots 0, 2, 3, 4, and that of its copy."""
     WRITES: tl.constexpr = CONSTANTS[3]
     ROWS: tl.constexpr = CONSTANTS[7]
     ALIGNED: tl.constexpr = CONSTANTS[8]
@@ -220,7 +220,7 @@ def _flag_nonfinite(x, overflow, nonfinite_counts, tensor):
 
 @triton.jit
 def _measure(terms, before, mask, WANTED: tl.constexpr, MAXIMUM: tl.constexpr, MASKED: tl.constexpr):
-    """Return the measurement `before` updated, if it is WANTED, with these terms."""
+    """Return a quantity's sum (or maximum) so far, `before`, updated with the `terms` of a block if it is WANTED."""
     if WANTED:
         if MASKED:
             terms = tl.where(mask, terms, 0.0)
@@ -301,20 +301,20 @@ def _block(
 
 @triton.jit
 def _block_or_end(
-    tensors, slots, numbers, tensor, offset, size, found,
+    tensors, slots, numbers, tensor, offset, size, measured,
     RULE: tl.constexpr, TYPES: tl.constexpr, CONSTANTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # Loads under a mask are not vectorised, which costs 60% on large tensors: only a tensor's last block uses one.
     if offset + BLOCK <= size:
         q0, q1, q2, q3 = _block(
-            tensors, slots, numbers, tensor, offset, size, found, RULE, TYPES, CONSTANTS, BLOCK, MASKED=False
+            tensors, slots, numbers, tensor, offset, size, measured, RULE, TYPES, CONSTANTS, BLOCK, MASKED=False
         )
     else:
         CODECS: tl.constexpr = CONSTANTS[10]
-        q0, q1, q2, q3 = found
+        q0, q1, q2, q3 = measured
         if CODECS[0] + CODECS[2] + CODECS[3] + CODECS[4] == 0:
             q0, q1, q2, q3 = _block(
-                tensors, slots, numbers, tensor, offset, size, found, RULE, TYPES, CONSTANTS, BLOCK, MASKED=True
+                tensors, slots, numbers, tensor, offset, size, measured, RULE, TYPES, CONSTANTS, BLOCK, MASKED=True
             )
         else:
             # In parts: else these many loads take more registers than whole blocks, 148 per thread in place of 64 for
@@ -331,7 +331,7 @@ def _block_or_end(
 
 @triton.jit
 def _store_sums(partials, program, measured, overflow, CONSTANTS: tl.constexpr):
-    """Store the measurements of this program."""
+    """Store the quantities that this program has measured; set the overflow flag if the first is not finite."""
     CHECKS: tl.constexpr = CONSTANTS[4]
     QUANTITIES: tl.constexpr = CONSTANTS[5]
     at = partials + program * QUANTITIES
@@ -355,13 +355,13 @@ def apply_rule(
     RULE: tl.constexpr, TYPES: tl.constexpr, CONSTANTS: tl.constexpr, FINISH: tl.constexpr, BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Apply `RULE` to up to BLOCKS blocks, one after the other, of one tensor of each list.
+    """Apply `RULE` to up to BLOCKS consecutive blocks of the tensors at one index of the lists.
 
-    With STAGES above 1 the next blocks are loaded into shared memory meanwhile.
+    With STAGES above 1, later blocks are loaded into shared memory during the computation.
 
-    FINISH is None or PER_TENSOR, ROOT, AVERAGE, COLUMNS and a block size. With it, the last program of each tensor (if
-    PER_TENSOR, and then no tensor may be empty), or the last of all programs, sums the measurements in the same launch,
-    as `reduce_partials` does.
+    FINISH is None or (PER_TENSOR, ROOT, AVERAGE, COLUMNS, block size). With it, this launch also does the work of
+    `reduce_partials`: the last program to finish, of each tensor if PER_TENSOR or else of all, sums the measurements.
+    With PER_TENSOR no tensor may be empty.
     """
     if noop is not None:
         if tl.load(noop) != 0:
@@ -372,7 +372,7 @@ def apply_rule(
     if programs is not None:
         tensor = tl.load(programs + 2 * program)
         offset = tl.load(programs + 2 * program + 1).to(tl.int64) * (BLOCK * BLOCKS)
-    # Whatever the blocks have in common is loaded at once, and before there is a branch.
+    # Values that all blocks share are loaded before the first branch, so that the loads overlap.
     size = tl.load(table + tensor * CONSTANTS[7])
     slots = _slots(table, moving, tensor, TYPES, CONSTANTS)
     ON_DEVICE: tl.constexpr = CONSTANTS[1]

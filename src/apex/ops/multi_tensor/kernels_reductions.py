@@ -1,4 +1,4 @@
-"""Kernels that follow a measuring rule: sums over blocks, and the numbers that the next pass needs from them.
+"""Kernels that add up what `apply_rule` measured in each block, and compute factors for the next pass from the sums.
 
 The host never waits for these results. Additions are made in a fixed order.
 """
@@ -25,7 +25,7 @@ def reduce_rows(
     tensors, numbers, start, stop, quantity,
     QUANTITIES: tl.constexpr, MAXIMUM: tl.constexpr, ROOT: tl.constexpr, AVERAGE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Reduce rows `start` to `stop` as `reduce_partials` does; the same launch may have stored them."""
+    """Reduce rows `start` to `stop` as `reduce_partials` does; loads see rows that the same launch has stored."""
     partials, grad_scale, at, factor = tensors
     limit, margin, share = numbers
     lanes = tl.arange(0, BLOCK)
@@ -50,10 +50,10 @@ def reduce_rows(
     tl.store(at, result)
     if factor is not None:
         shorter = limit / (result + margin)
-        by = tl.where(shorter >= 1.0, 1.0, shorter)  # NaN stays NaN
+        multiplier = tl.where(shorter >= 1.0, 1.0, shorter)  # NaN stays NaN
         if grad_scale is not None:
-            by = by * tl.load(grad_scale)
-        tl.store(factor, by)
+            multiplier = multiplier * tl.load(grad_scale)
+        tl.store(factor, multiplier)
 
 
 @kernel

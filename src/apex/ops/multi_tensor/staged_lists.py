@@ -1,8 +1,8 @@
 """Tensor lists with state in host memory: it is copied to the GPU piece by piece, updated there, and copied back.
 
-The GPU's copy engines move more bytes per second than kernels that read and write host memory: these ask for 128 bytes
-at a time, and their requests take room on the bus from the bytes that are written. While one piece is updated, the next
-one arrives and the previous one leaves. A piece is a range of a rule's programs, so that every element is computed by
+The GPU's copy engines move more bytes per second than kernels that access host memory: a kernel reads 128 bytes per
+request, and requests take bandwidth of the bus from written bytes. While one piece is updated, the next one is copied
+to the GPU and the previous one back. A piece is a range of a rule's programs, so that every element is computed by
 the same program, with the same bits, as in one launch.
 """
 
@@ -23,23 +23,23 @@ from .rule import GRADIENT, Rule, Slots
 from .tables import INDICES, Layout, keep_if_captured, upload
 from .triton_lists import TritonLists
 
-# Bytes between the starts of two ranges in a piece.
+# Ranges begin at multiples of this many bytes in a piece.
 _ALIGNMENT = 512
 
 
 class _Range(NamedTuple):
-    """A range of one tensor's bytes in a piece."""
+    """A range of bytes of one tensor, copied to the GPU as part of a piece."""
 
     slot: int
-    tensor: int
-    column: int  # of the table of addresses
-    start: int  # in the tensor
-    host: Tensor  # the range in host memory
-    place: int  # in the piece
+    tensor: int  # index in the list
+    column: int  # column of the slot in the table of addresses
+    start: int  # first byte in the tensor
+    host: Tensor  # the bytes in host memory
+    offset: int  # first byte in the piece
 
 
 class _Draft(NamedTuple):
-    """A piece without memory: programs, as (tensor, first block, blocks), and ranges of bytes."""
+    """A piece before GPU memory is assigned to it: programs, as (tensor, first block, blocks), and byte ranges."""
 
     programs: list[tuple[int, int, int]]
     ranges: list[_Range]
@@ -49,20 +49,20 @@ class _Draft(NamedTuple):
         if not self.ranges:
             return 0
         last = self.ranges[-1]
-        return -(-(last.place + last.host.numel()) // _ALIGNMENT) * _ALIGNMENT
+        return -(-(last.offset + last.host.numel()) // _ALIGNMENT) * _ALIGNMENT
 
 
 class _Piece(NamedTuple):
-    """A range of a rule's programs, their tables, and copies as (slot, host memory, device memory)."""
+    """A range of a rule's programs, and the copies (slot, host memory, device memory) of the state they update."""
 
-    launched: int
-    programs: Tensor
-    fixed: Tensor
+    launched: int  # number of programs
+    programs: Tensor  # tensor and block of each program
+    fixed: Tensor  # the table of addresses, those of device memory for copied ranges
     copies: list[tuple[int, Tensor, Tensor]]
 
 
 class StagedLists(TritonLists):
-    """`TritonLists` whose tensors may lie in a `HostMemory`. Rules that measure read these over the bus."""
+    """`TritonLists` with tensors in a `HostMemory`. Rules that measure read these directly, without copies."""
 
     def __init__(
         self, slots: Slots, copy: Sequence[Tensor] | None, encodings: Encodings | None, memory: HostMemory
@@ -124,7 +124,7 @@ class StagedLists(TritonLists):
         return made[1], made[2]
 
     def _make_pieces(self, layout: Layout) -> tuple[list[_Piece], list[Tensor]]:
-        """Return the pieces of a layout, none if there is little state in host memory, and the memory they share."""
+        """Return the pieces of a layout, and the GPU buffers they share; none if host memory holds little state."""
         drafts = self._drafts(layout)
         if not drafts:
             return [], []
@@ -135,14 +135,14 @@ class StagedLists(TritonLists):
         pieces = []
         for index, draft in enumerate(drafts):
             base, rows, copies = memory[index % count], addresses.clone(), []
-            for slot, tensor, column, start, host, place in draft.ranges:
-                # Programs add the place of their block in the whole tensor.
-                rows[tensor, 1 + column] = base.data_ptr() + place - start
-                copies.append((slot, host, base[place : place + host.numel()]))
+            for slot, tensor, column, start, host, offset in draft.ranges:
+                # Programs add the offset of their block in the whole tensor, `start` or more.
+                rows[tensor, 1 + column] = base.data_ptr() + offset - start
+                copies.append((slot, host, base[offset : offset + host.numel()]))
             tensors, starts, blocks = torch.tensor(draft.programs, **INDICES).unbind(1)
-            behind = (blocks.cumsum(0) - blocks - starts).repeat_interleave(blocks)
-            within = torch.arange(len(behind), **INDICES) - behind
-            numbers = torch.stack((tensors.repeat_interleave(blocks), within), 1)
+            shifts = (blocks.cumsum(0) - blocks - starts).repeat_interleave(blocks)
+            block_numbers = torch.arange(len(shifts), **INDICES) - shifts
+            numbers = torch.stack((tensors.repeat_interleave(blocks), block_numbers), 1)
             programs = upload(numbers, torch.int32, self.device)
             pieces.append(_Piece(len(numbers), programs, upload(rows, torch.int64, self.device), copies))
         return pieces, memory
@@ -182,7 +182,7 @@ class StagedLists(TritonLists):
 
 @contextlib.contextmanager
 def _on(stream: Any, event: Any) -> Iterator[None]:
-    """Make a stream the current one, after it has waited for an event; None stands for no stream, and for no event."""
+    """Make a stream current and let it wait for an event; without a stream, or without an event, skip this."""
     if stream is None:
         yield
         return

@@ -23,7 +23,7 @@ SLICE = 1 << 22
 
 
 class _Piece(NamedTuple):
-    """Tensors of one index, or equal slices of them, from every list (None for absent lists)."""
+    """The tensors at one index of every list, or the same slice of each; None for absent lists."""
 
     index: int  # type: ignore[assignment]
     rows: slice  # rows of the measurements and of `whole`
@@ -55,7 +55,7 @@ class TorchLists:
         self.sizes = tuple(map(Tensor.numel, first))
         self.row_counts = [self._row_count(tensor) for tensor in first]
         self.results = sum(self.row_counts)
-        # Set by the owner of lists of shards, see `codecs.NoisePlace`.
+        # Positions of shards in whole tensors (`codecs.NoisePlace`); None if the lists hold whole tensors.
         self.noise_places: Tensor | None = None
         self.point_to(slots, copy, encodings)
         used = [tensors for tensors in (*slots, copy) if tensors]
@@ -74,11 +74,11 @@ class TorchLists:
         return True
 
     def _row_count(self, tensor: Tensor) -> int:
-        """Return how many rows of a tensor are measured separately and have their own two numbers in `whole`."""
+        """Return the number of rows of a tensor that a rule measures separately; `whole` has two numbers per row."""
         return 1
 
     def _by_address(self, tensors: Sequence[Tensor]) -> bool:
-        """Return whether tensors of one index can be processed together in the order of their addresses."""
+        """Return whether tensors have the same dense layout, so that they can be processed as flat vectors."""
         return laid_out_alike(tensors)
 
     def _pieces(self) -> Iterator[_Piece]:
@@ -202,7 +202,7 @@ class TorchLists:
         return [value[:, :size] if isinstance(value, Tensor) else value for value in vectors]
 
     def _apply_fused_lists(self, rule: Rule, scalars: Any, flags: tuple[bool, ...], grad_scale: Tensor | None) -> bool:
-        """Run the rule by one call of PyTorch's function for all tensors; return False if that is not possible."""
+        """Run the rule by one call of a fused function of PyTorch for all tensors; return False if there is none."""
         if rule.fused_lists is None:
             return False
         slots = [tensors if slot in rule.slots else None for slot, tensors in enumerate(self.slots)]

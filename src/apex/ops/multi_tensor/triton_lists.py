@@ -71,7 +71,7 @@ class TritonLists:
             self._columns += sum(encoding.companions is not None for encoding in encodings.values())
             self._codecs = tuple(NUMBERS[encodings[slot].codec] if slot in encodings else 0 for slot in range(SLOTS))
         self._copied = copy is not None
-        # Set by the owner of lists of shards, see `codecs.NoisePlace`.
+        # Positions of shards in whole tensors (`codecs.NoisePlace`); None if the lists hold whole tensors.
         self.noise_places: Tensor | None = None
         self.table = self._make_table(slots, copy)
         self.sizes = tuple(self.table.sizes)

@@ -45,7 +45,7 @@ def dropout_add(x, residual, seed, kept, output, count, dropout, kept_scale, QUA
     an element's index.
     """
     program = tl.program_id(0).to(tl.int64)
-    places = program * QUARTER + tl.arange(0, QUARTER)
+    counters = program * QUARTER + tl.arange(0, QUARTER)
     first, second = program * (4 * QUARTER), program * (4 * QUARTER) + QUARTER
     third, fourth = second + QUARTER, second + 2 * QUARTER
     # All loads come before the arithmetic of Philox, which takes as long as they do.
@@ -54,11 +54,11 @@ def dropout_add(x, residual, seed, kept, output, count, dropout, kept_scale, QUA
     x_c, r_c = _load(x, third, count, QUARTER), _load(residual, third, count, QUARTER)
     x_d, r_d = _load(x, fourth, count, QUARTER), _load(residual, fourth, count, QUARTER)
     if seed is not None:
-        a, b, c, d = random_words(tl.load(seed), places, 10)
+        a, b, c, d = random_words(tl.load(seed), counters, 10)
         bits = _is_kept(a, dropout) + 2 * _is_kept(b, dropout) + 4 * _is_kept(c, dropout) + 8 * _is_kept(d, dropout)
-        tl.store(kept + places, bits.to(tl.uint8))
+        tl.store(kept + counters, bits.to(tl.uint8))
     else:
-        bits = tl.load(kept + places).to(tl.int32)
+        bits = tl.load(kept + counters).to(tl.int32)
     _store(output, x_a, r_a, bits, first, count, kept_scale, QUARTER)
     _store(output, x_b, r_b, bits >> 1, second, count, kept_scale, QUARTER)
     _store(output, x_c, r_c, bits >> 2, third, count, kept_scale, QUARTER)

@@ -27,7 +27,7 @@ def symmetric_product(
     """Compute one tile of `alpha left rightᵀ + beta addend` and its mirror image per program.
 
     EVEN: n and K are multiples of TILE and DEPTH, so that no load needs a mask. LARGE: a result has 2**31 elements or
-    more; otherwise places in it are 32-bit numbers, since 64-bit ones take 99 registers more. WIDE: convert to float32
+    more; otherwise offsets in it are 32-bit numbers, since 64-bit ones take 99 registers more. WIDE: convert to float32
     first, for Triton's interpreter, which cannot multiply bfloat16. DESCRIBED: left and right are descriptors of
     matrices [B n, K] ("rows") or, transposed, [B K, n] ("columns"), and EVEN; None: they are addresses.
     """
@@ -74,20 +74,20 @@ def symmetric_product(
         rows, columns = rows.to(tl.int64), columns.to(tl.int64)
     out += batch * n * n
     inside = (rows < n)[:, None] & (columns < n)[None, :]
-    places = rows[:, None] * n + columns[None, :]
+    offsets = rows[:, None] * n + columns[None, :]
     if addend is not None:
         if EVEN:
-            total += beta * tl.load(addend + batch * n * n + places).to(tl.float32)
+            total += beta * tl.load(addend + batch * n * n + offsets).to(tl.float32)
         else:
-            total += beta * tl.load(addend + batch * n * n + places, mask=inside, other=0.0).to(tl.float32)
+            total += beta * tl.load(addend + batch * n * n + offsets, mask=inside, other=0.0).to(tl.float32)
     result = total.to(out.dtype.element_ty)
     mirrored = columns[:, None] * n + rows[None, :]
     if EVEN:
-        tl.store(out + places, result)
+        tl.store(out + offsets, result)
         if row != column:
             tl.store(out + mirrored, tl.trans(result))
     else:
-        tl.store(out + places, result, mask=inside)
+        tl.store(out + offsets, result, mask=inside)
         if row != column:
             tl.store(out + mirrored, tl.trans(result), mask=(columns < n)[:, None] & (rows < n)[None, :])
 
@@ -103,12 +103,12 @@ def divided_copy(matrices, norms, out, elements, eps, BLOCK: tl.constexpr):
     batch = tl.program_id(1).to(tl.int64)
     start = tl.program_id(0).to(tl.int64) * BLOCK
     factor = 1.0 / tl.maximum(tl.load(norms + batch), eps)
-    places = start + tl.arange(0, BLOCK)
+    offsets = start + tl.arange(0, BLOCK)
     matrices += batch * elements
     out += batch * elements
     if start + BLOCK <= elements:
-        x = tl.load(matrices + places).to(tl.float32)
-        tl.store(out + places, (x * factor).to(out.dtype.element_ty))
+        x = tl.load(matrices + offsets).to(tl.float32)
+        tl.store(out + offsets, (x * factor).to(out.dtype.element_ty))
     else:
-        x = tl.load(matrices + places, mask=places < elements).to(tl.float32)
-        tl.store(out + places, (x * factor).to(out.dtype.element_ty), mask=places < elements)
+        x = tl.load(matrices + offsets, mask=offsets < elements).to(tl.float32)
+        tl.store(out + offsets, (x * factor).to(out.dtype.element_ty), mask=offsets < elements)

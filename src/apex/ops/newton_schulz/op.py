@@ -65,7 +65,7 @@ def newton_schulz(
 
 
 def resolved(
-    shape: Sequence[int], given: torch.dtype, device: torch.device, method: str, dtype: torch.dtype | None
+    shape: Sequence[int], input_dtype: torch.dtype, device: torch.device, method: str, dtype: torch.dtype | None
 ) -> tuple[str, torch.dtype]:
     """Return the method and the dtype of products that `newton_schulz` takes for matrices of this shape and dtype."""
     if method == "auto":
@@ -74,7 +74,7 @@ def resolved(
         method = "gram" if fits and _library.runs_triton(FAMILY, probe) else "standard"
     if dtype is None:
         half = torch.float16 if method == "gram" else torch.bfloat16
-        dtype = torch.float64 if given == torch.float64 else half
+        dtype = torch.float64 if input_dtype == torch.float64 else half
     return method, dtype
 
 
@@ -83,14 +83,14 @@ def launch(left: Tensor, right: Tensor, alpha: float, addend: Tensor | None, bet
     batch, n, depth = left.shape
     out = torch.empty(batch, n, n, dtype=left.dtype, device=left.device)
     device, sizes = facts(left.device), (n, depth, *left.stride(), *right.stride())
-    way = _described_as(left, right) if config.loads_by_descriptor(device, batch, n, depth) else None
-    side, step, num_warps, num_stages = config.tile(device, way is not None)
+    layout = _described_as(left, right) if config.loads_by_descriptor(device, batch, n, depth) else None
+    side, step, num_warps, num_stages = config.tile(device, layout is not None)
     matrices: Any = (left, right)
-    if way is not None:
-        block = (side, step) if way == "rows" else (step, side)
-        matrices = [Described((each if way == "rows" else each.mT).flatten(0, 1), block) for each in matrices]
+    if layout is not None:
+        block = (side, step) if layout == "rows" else (step, side)
+        matrices = [Described((each if layout == "rows" else each.mT).flatten(0, 1), block) for each in matrices]
     even = n % side == 0 and depth % step == 0
-    options: dict[str, Any] = {"EVEN": even, "LARGE": n * n >= 2**31, "WIDE": left.device == HOST, "DESCRIBED": way}
+    options: dict[str, Any] = {"EVEN": even, "LARGE": n * n >= 2**31, "WIDE": left.device == HOST, "DESCRIBED": layout}
     options |= {"num_warps": num_warps, "num_stages": num_stages}
     tiles = -(-n // side)
     grid = (tiles * (tiles + 1) // 2, batch)

@@ -117,14 +117,14 @@ def norm_backward_rows(
             if ADDED:
                 dadded += _folded(result if FULL else tl.where(mask, result, 0.0), FOLD)
     if partials is not None:
-        place = partials + program.to(tl.int64) * row_length + column
-        tl.store(place, tl.sum(dweight, 0), mask=column_mask)
+        pointers = partials + program.to(tl.int64) * row_length + column
+        tl.store(pointers, tl.sum(dweight, 0), mask=column_mask)
         if bias is not None:
-            place += tl.num_programs(0).to(tl.int64) * row_length
-            tl.store(place, tl.sum(dbias, 0), mask=column_mask)
+            pointers += tl.num_programs(0).to(tl.int64) * row_length
+            tl.store(pointers, tl.sum(dbias, 0), mask=column_mask)
         if ADDED:
-            place += tl.num_programs(0).to(tl.int64) * row_length
-            tl.store(place, tl.sum(dadded, 0), mask=column_mask)
+            pointers += tl.num_programs(0).to(tl.int64) * row_length
+            tl.store(pointers, tl.sum(dadded, 0), mask=column_mask)
 
 
 @triton.jit
@@ -184,10 +184,10 @@ def norm_backward_held(
             if bias is not None:
                 dbias += gradient
     if partials is not None:
-        place = partials + program.to(tl.int64) * row_length + column
-        tl.store(place, dweight, mask=mask)
+        pointers = partials + program.to(tl.int64) * row_length + column
+        tl.store(pointers, dweight, mask=mask)
         if bias is not None:
-            tl.store(place + tl.num_programs(0).to(tl.int64) * row_length, dbias, mask=mask)
+            tl.store(pointers + tl.num_programs(0).to(tl.int64) * row_length, dbias, mask=mask)
 
 
 @kernel
@@ -274,11 +274,11 @@ def norm_backward_wide(
     if partials is not None:
         for chunk in tl.static_range(CHUNKS):
             position = chunk * BLOCK + column
-            place = partials + program.to(tl.int64) * row_length + position
+            pointers = partials + program.to(tl.int64) * row_length + position
             mask = None if FULL else position < row_length
-            tl.store(place, dweight[chunk], mask=mask)
+            tl.store(pointers, dweight[chunk], mask=mask)
             if bias is not None:
-                tl.store(place + tl.num_programs(0).to(tl.int64) * row_length, dbias[chunk], mask=mask)
+                tl.store(pointers + tl.num_programs(0).to(tl.int64) * row_length, dbias[chunk], mask=mask)
 
 
 @kernel
@@ -351,7 +351,7 @@ def norm_backward_columns(
             if bias is not None:
                 dbias += gradient
     if partials is not None:
-        place = partials + group.to(tl.int64) * row_length + column
-        tl.store(place, tl.sum(dweight, 0), mask=column_mask)
+        pointers = partials + group.to(tl.int64) * row_length + column
+        tl.store(pointers, tl.sum(dweight, 0), mask=column_mask)
         if bias is not None:
-            tl.store(place + tl.num_programs(1).to(tl.int64) * row_length, tl.sum(dbias, 0), mask=column_mask)
+            tl.store(pointers + tl.num_programs(1).to(tl.int64) * row_length, tl.sum(dbias, 0), mask=column_mask)

@@ -160,7 +160,7 @@ def torch_norm(
     dtype = input.dtype
     # ONNX from torch.jit.trace has no RMS norm, and ONNX from torch.export lacks PyTorch's RMS norm on a GPU.
     tracing = is_exporting() if torch.compiler.is_compiling() else torch._C._is_tracing()
-    # PyTorch's RMS norm adds eps in place, which a DTensor that is cut over its rows' elements refuses.
+    # PyTorch's RMS norm adds eps in place, which raises for a DTensor that is sharded over the normalised dimension.
     in_parts = (tracing or hasattr(input, "device_mesh")) and not subtract_mean
     # On a CPU PyTorch sums the gradients of half-precision layer-norm weights in half precision: 5% off after 4096
     # rows. Before it had a fused RMS norm, it computed all of it in half precision.

@@ -25,7 +25,7 @@ def _angles(make: Make, positions: int, channels: int) -> Tensor:
 
 
 def _turned(t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return the formula as models write it: cosines and sines in the dtype of the input."""
+    """Return the rotated tensor, computed as models do: with cosines and sines in the dtype of the input."""
     first, second = t.chunk(2, -1)
     return t * cos.to(t.dtype) + torch.cat((-second, first), -1) * sin.to(t.dtype)
 
@@ -97,12 +97,12 @@ def _rows(gpu: Sequence[Sizes], cpu: Sequence[Sizes], *others: Row) -> list[Row]
 def _example(
     name: str, function: Callable[..., Any], arguments: Any, *, elements: Any = None, **others: Any
 ) -> Example:
-    def moved(dtype: torch.dtype, *sizes: int) -> tuple[int, int]:
-        """Return the bytes of a pass, which reads and writes the tensors; tables are negligible."""
+    def bytes_moved(dtype: torch.dtype, *sizes: int) -> tuple[int, int]:
+        """Return the bytes that forward and backward pass read and write; tables are negligible."""
         both = 2 * (elements or (lambda *sizes: math.prod(sizes)))(*sizes) * dtype.itemsize
         return both, both
 
-    return Example(name, function, arguments, moved=moved, strided=True, **others)
+    return Example(name, function, arguments, bytes_moved=bytes_moved, strided=True, **others)
 
 
 _SEQUENCES = "length x batch x heads x size"

@@ -67,7 +67,7 @@ def _example(name: str, title: str, kind: str, **others: Any) -> Example:
             mask = make.uniform(shape[0], 1, *shape[2:]) < 0.2
         return {"input": input, "mask": mask, "scale": _SCALE, "causal": kind == "causal"}
 
-    def moved(dtype: torch.dtype, *shape: int) -> tuple[float, float]:
+    def bytes_moved(dtype: torch.dtype, *shape: int) -> tuple[float, float]:
         """Return the bytes of both passes: a causal one reads half of its inputs, a mask is a byte per score."""
         tensor, read = math.prod(shape) * dtype.itemsize, 0.5 if kind == "causal" else 1.0
         mask = math.prod(shape) // shape[1] if kind == "masked" else 0
@@ -82,7 +82,7 @@ def _example(name: str, title: str, kind: str, **others: Any) -> Example:
         sizes="batch x heads x queries x keys",
         usual=(8, 16, 1024, 1024),
         title=title + " {short} {shape}",
-        moved=moved,
+        bytes_moved=bytes_moved,
         # Float64 results of all matrices would not fit into memory.
         checked=lambda first, *rest: (min(first, 2), *rest),
         terms=lambda *shape: shape[-1],

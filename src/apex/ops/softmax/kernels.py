@@ -67,17 +67,17 @@ def _logits(
     """Return the scaled and masked input; -inf for hidden elements."""
     BOUNDED: tl.constexpr = MASK == CAUSAL or not FULL
     bound = _read_bound(query, column, queries, keys, seen, MASK, FULL, ALIGN)
-    place = column
+    index = column
     if ALIGN == 1 and MASK != CAUSAL and not FULL:
         # Loads the last key again instead of nothing: with a bound for each load, ptxas lets one wait for the other.
         # With bounds bfloat16 48x941x941 took 151 us; its backward pass, which reads twice as much, took 78.
-        place = tl.minimum(column, keys - 1)
+        index = tl.minimum(column, keys - 1)
         bound = query < queries
-    x = _load(input + place, bound, 0.0, BOUNDED).to(tl.float32) * scale
+    x = _load(input + index, bound, 0.0, BOUNDED).to(tl.float32) * scale
     if MASK == ADDED:
-        x += _load(mask + place, bound, 0.0, BOUNDED).to(tl.float32)
+        x += _load(mask + index, bound, 0.0, BOUNDED).to(tl.float32)
     if MASK == HIDES:
-        hidden = _load(mask + place, bound, 1, BOUNDED)
+        hidden = _load(mask + index, bound, 1, BOUNDED)
         x = tl.where(hidden != 0, float("-inf"), x)
     elif MASK == CAUSAL:
         x = tl.where(column < seen, x, float("-inf"))

@@ -15,10 +15,10 @@ SIZES = ["positions", "per_image", "columns", "height", "pitch"]
 
 
 @triton.jit
-def _begin(place, positions, per_image, columns, height, pitch):
+def _begin(position, positions, per_image, columns, height, pitch):
     """Return the offsets of the windows of outputs; beyond the last output, the offset of the last."""
-    place = tl.minimum(place, positions - 1)
-    image, row, column = place // per_image, place % per_image // columns, place % columns
+    position = tl.minimum(position, positions - 1)
+    image, row, column = position // per_image, position % per_image // columns, position % columns
     return ((image.to(tl.int64) * height + row * 2) * pitch + column) * 8
 
 
@@ -31,9 +31,9 @@ def stem_forward(
 ):  # fmt: skip
     """Multiply one row of the windows at a time, without loading ahead: many other programs hide the latency."""
     blocks = channels // O_BLOCK
-    place = (tl.program_id(0) // blocks) * P_BLOCK + tl.arange(0, P_BLOCK)
+    position = (tl.program_id(0) // blocks) * P_BLOCK + tl.arange(0, P_BLOCK)
     channel = (tl.program_id(0) % blocks) * O_BLOCK + tl.arange(0, O_BLOCK)
-    begin = _begin(place, positions, per_image, columns, height, pitch)
+    begin = _begin(position, positions, per_image, columns, height, pitch)
     value = tl.arange(0, WIDE)
     total = tl.zeros((P_BLOCK, O_BLOCK), tl.float32)
     for row in tl.range(0, TALL):
@@ -42,8 +42,8 @@ def stem_forward(
         if WIDEN:
             windows, weights = windows.to(tl.float32), weights.to(tl.float32)
         total = tl.dot(windows, weights, total)
-    offset = place.to(tl.int64)[:, None] * channels + channel[None, :]
-    tl.store(output + offset, total.to(output.dtype.element_ty), (place < positions)[:, None])
+    offset = position.to(tl.int64)[:, None] * channels + channel[None, :]
+    tl.store(output + offset, total.to(output.dtype.element_ty), (position < positions)[:, None])
 
 
 @kernel
@@ -63,11 +63,11 @@ def stem_weight_gradient(
     within = (value // WIDE) * pitch * 8 + value % WIDE
     total = tl.zeros((K_BLOCK, O_BLOCK), tl.float32)
     for tile in tl.range(program, tl.cdiv(positions, P_BLOCK), programs):
-        place = tile * P_BLOCK + tl.arange(0, P_BLOCK)
-        begin = _begin(place, positions, per_image, columns, height, pitch)
+        position = tile * P_BLOCK + tl.arange(0, P_BLOCK)
+        begin = _begin(position, positions, per_image, columns, height, pitch)
         windows = tl.load(images + begin[:, None] + within[None, :], exists[None, :], other=0.0)
-        offset = place.to(tl.int64)[:, None] * channels + channel[None, :]
-        gradient = tl.load(dy + offset, (place < positions)[:, None], other=0.0)
+        offset = position.to(tl.int64)[:, None] * channels + channel[None, :]
+        gradient = tl.load(dy + offset, (position < positions)[:, None], other=0.0)
         if WIDEN:
             windows, gradient = windows.to(tl.float32), gradient.to(tl.float32)
         total = tl.dot(tl.trans(windows), gradient, total)

@@ -128,7 +128,7 @@ def _loss_example(name: str, full: bool, packed: bool, **others: Any) -> Example
         }
         return {**arguments, "max_f_len": frames, "blank_idx": 0}
 
-    def moved(dtype: torch.dtype, *sizes: int) -> tuple[int, int]:
+    def bytes_moved(dtype: torch.dtype, *sizes: int) -> tuple[int, int]:
         """Return the bytes of the logits, and of logits and gradient. Tracing all diagonals would take seconds."""
         logits = math.prod(sizes) * dtype.itemsize
         return logits, 2 * logits
@@ -139,7 +139,7 @@ def _loss_example(name: str, full: bool, packed: bool, **others: Any) -> Example
         arguments,
         torch=_loss_torch,
         sizes="batch x frames x tokens x words",
-        moved=moved,
+        bytes_moved=bytes_moved,
         # Alpha and beta sum over as many nodes.
         terms=lambda batches, frames, tokens, words: frames * tokens,
         cancels=True,

@@ -36,7 +36,7 @@ def _write_frame(f_row, g_tile, word, tensors, lengths, sizes, t, u, c, PACKED: 
     T, U, H, threshold, scale = sizes
     exists = mask_if(t < frames, u < tokens)
     stored = exists & (c < H) if PACKED else mask_if(t < T, (u < U) & (c < H))
-    place = (first + t * stride + u) * H + c
+    offset = (first + t * stride + u) * H + c
     values = f_row + g_tile
     if RELU:
         values = tl.where(values <= 0.0, 0.0, values)
@@ -45,13 +45,13 @@ def _write_frame(f_row, g_tile, word, tensors, lengths, sizes, t, u, c, PACKED: 
         if noise.dtype.element_ty == tl.int64:
             kept = exists & (word.to(tl.int32) >= threshold)
         else:
-            kept = exists & (tl.load(noise + place, mask=stored, other=0) != 0)
+            kept = exists & (tl.load(noise + offset, mask=stored, other=0) != 0)
         values = tl.where(kept, values * scale, 0.0)
     values = tl.where(exists, values, -1.0)
-    tl.store(h + place, values.to(h.dtype.element_ty), mask=stored)
+    tl.store(h + offset, values.to(h.dtype.element_ty), mask=stored)
     if mask is not None:
         bits = values > 0.0 if RELU else kept & (c < H)
-        tl.store(mask + place, bits.to(tl.uint8), mask=stored)
+        tl.store(mask + offset, bits.to(tl.uint8), mask=stored)
 
 
 @triton.jit
@@ -106,8 +106,8 @@ def transducer_joint_forward(
     sizes = (T, U, H, threshold, scale)
     if works:
         if FRAMES == 8:  # noise is a seed
-            place = ((batch * groups + t // FRAMES) * U + u) * H + c
-            word_a, word_b, word_c, word_d = random_words(tl.load(noise), place, 7)
+            counter = ((batch * groups + t // FRAMES) * U + u) * H + c
+            word_a, word_b, word_c, word_d = random_words(tl.load(noise), counter, 7)
             words = (word_a & 0xFFFF, word_b & 0xFFFF, word_c & 0xFFFF, word_d & 0xFFFF)
             _four_frames(f, g, words, tensors, batch, lengths, sizes, t, u, c, PACKED, RELU)
             words = (word_a >> 16, word_b >> 16, word_c >> 16, word_d >> 16)

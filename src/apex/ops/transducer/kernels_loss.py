@@ -161,9 +161,9 @@ def transducer_loss_words(
             blank_score -= log_sum
             label_score -= log_sum
         places = _places(batch, T, U)
-        place = words + batch * places + (t + u).to(tl.int64) * U + u
-        tl.store(place, _packed_power(blank_score), mask=exists)
-        tl.store(place + B * places, _packed_power(label_score), mask=exists)
+        pointers = words + batch * places + (t + u).to(tl.int64) * U + u
+        tl.store(pointers, _packed_power(blank_score), mask=exists)
+        tl.store(pointers + B * places, _packed_power(label_score), mask=exists)
     elif sums is not None:
         tl.store(sums + node, tl.zeros([ROWS], tl.float32), mask=u < U)
 
@@ -308,23 +308,23 @@ def transducer_loss_shares(
     inside = (t >= 0) & (t < T) & (u < U)
     exists = inside & (t < frames) & (u < tokens)
     places = _places(batch, T, U)
-    place = batch * places + diagonal.to(tl.int64) * U + u
+    offset = batch * places + diagonal.to(tl.int64) * U + u
     second = B * places
     beta = states + second
     total = tl.load(beta + batch * places)
-    here = tl.load(states + place, mask=exists, other=ZERO)
-    blank = tl.load(words + place, mask=exists, other=ZERO)
-    label = tl.load(words + second + place, mask=exists & (u < tokens - 1), other=ZERO)
-    below = tl.load(beta + place + U, mask=exists & (t < frames - 1), other=ZERO)
+    here = tl.load(states + offset, mask=exists, other=ZERO)
+    blank = tl.load(words + offset, mask=exists, other=ZERO)
+    label = tl.load(words + second + offset, mask=exists & (u < tokens - 1), other=ZERO)
+    below = tl.load(beta + offset + U, mask=exists & (t < frames - 1), other=ZERO)
     below = tl.where((t == frames - 1) & (u == tokens - 1), ONE, below)
-    beside = tl.load(beta + place + U + 1, mask=exists & (u < tokens - 1), other=ZERO)
+    beside = tl.load(beta + offset + U + 1, mask=exists & (u < tokens - 1), other=ZERO)
     node = (batch * T + t) * U + u
     nodes = (batch * 0 + B) * T * U
     tl.store(shares + node, tl.where(exists, _share(here, blank, below, total), 0.0), mask=inside)
     tl.store(shares + nodes + node, tl.where(exists, _share(here, label, beside, total), 0.0), mask=inside)
     if scores is not None:
         tl.store(scores + node, tl.where(exists, _packed_logarithm(here), 0.0), mask=inside)
-        back = tl.load(beta + place, mask=exists, other=ZERO)
+        back = tl.load(beta + offset, mask=exists, other=ZERO)
         tl.store(scores + nodes + node, tl.where(exists, _packed_logarithm(back), 0.0), mask=inside)
 
 

@@ -1,10 +1,9 @@
 """Passes over a linear head, a chunk of rows at a time: never materialises all logits unless asked to keep them.
 
-`walk` computes a chunk's logits, has them visited and multiplies their gradient with weight and input. Three operators
-use it: `linear_xentropy` (losses and gradients in one pass), `linear_rows` (statistics of rows) and
+`walk` computes a chunk's logits, calls a function on them and multiplies their gradient with weight and input. Three
+operators use it: `linear_xentropy` (losses and gradients in one pass), `linear_rows` (statistics of rows) and
 `linear_rows_backward` (gradients of the head from the statistics' gradients). No `Op` declares them: every device runs
-the same code, several results go to the caller, and the autograd nodes save tensors in their own dtypes, not in that of
-the products.
+the same code, several results go to the caller, and autograd nodes save tensors before the cast to the products' dtype.
 
 Letters: N rows, H features, V classes of this rank.
 """

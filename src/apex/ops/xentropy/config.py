@@ -103,7 +103,7 @@ def short_config(rows: int, classes: int, element_size: int, device: DeviceFacts
 
 
 def _fitted(classes: int, element_size: int, groups: int, lanes: int, device: DeviceFacts) -> BlockConfig:
-    """Return blocks of that size, or smaller ones for rows that would not fill them."""
+    """Return blocks of `groups` by `lanes` vectors, or smaller ones for rows that would not fill them."""
     vector = 16 // element_size
     while groups > 1 and groups * lanes * vector > classes:
         groups //= 2
@@ -113,7 +113,7 @@ def _fitted(classes: int, element_size: int, groups: int, lanes: int, device: De
 
 
 def chunk_size(rows: int, classes: int, asked: int | None = None) -> int:
-    """Return the rows per chunk: as asked for, else equal parts within the limits of elements."""
+    """Return the rows per chunk: `asked`, or else nearly equal chunks within the limits `CHUNK_ELEMENTS`."""
     if asked is not None:
         return max(1, min(asked, rows))
     fewest, most = CHUNK_ELEMENTS

@@ -391,9 +391,9 @@ def scale_in_place(values, factor, count, programs, BLOCK: tl.constexpr):
     if scale != 1.0:
         first = tl.program_id(0).to(tl.int64) * BLOCK
         for begin in tl.range(first, count, programs * BLOCK):
-            place = begin + tl.arange(0, BLOCK)
-            value = tl.load(values + place, mask=place < count).to(tl.float32)
-            tl.store(values + place, (value * scale).to(values.dtype.element_ty), mask=place < count)
+            index = begin + tl.arange(0, BLOCK)
+            value = tl.load(values + index, mask=index < count).to(tl.float32)
+            tl.store(values + index, (value * scale).to(values.dtype.element_ty), mask=index < count)
 
 
 @kernel

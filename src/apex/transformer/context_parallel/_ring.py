@@ -88,11 +88,11 @@ class Plan:
             count = torch.arange(rows // 2, dtype=torch.int64, device=bounds.device)
             self.places = torch.full((rows,), -1, dtype=torch.int64, device=bounds.device)
             self.places.index_copy_(0, self.second, count)
-            if sequences == 1:  # halves of a single sequence need not be copied
+            if sequences == 1:  # slices give views, index tensors would copy
                 self.first, self.second = slice(0, rows // 2), slice(rows // 2, rows)
 
     def step(self, number: int) -> tuple[Block, Rows, Rows]:
-        """Return the block of a step, the rows of queries and the rows of keys."""
+        """Return the block of step `number` of the ring, and its rows of queries and of keys; None means all rows."""
         if number == 0:
             return self.local, None, None
         if not self.causal:

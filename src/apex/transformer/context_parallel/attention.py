@@ -106,7 +106,7 @@ def _packed(
         longest = total if max_seqlen is None else max_seqlen
         edges = check_bounds("", cu_seqlens, longest, total, query.device)
         check_documents(edges, total, ranks)
-        if ranks > 1:  # one rank may know the lengths on the host
+        if ranks > 1:  # exchanges need the bounds on the device; a single rank may use them on the host
             cu_seqlens = cu_seqlens.to(query.device, non_blocking=True)
         return [tensor.contiguous() for tensor in tensors], (cu_seqlens.long(), total, longest)
     length, batch = query.shape[0], query.shape[1]

@@ -24,7 +24,7 @@ def switch_load_balancing_loss_func(
     """Return coeff * E / (topk * T^2) * sum over experts of their tokens times the sum of their `probs` [tokens, E].
 
     `tokens_per_expert` and T, `total_num_tokens`, may count all ranks with parts of the same sequences; their losses
-    then add up. Without tokens the loss is zero. There is one implementation, for either value of `fused`.
+    then add up. Without tokens the loss is zero. `fused` is ignored.
     """
     factor = num_experts * moe_aux_loss_coeff / (topk * max(total_num_tokens, 1) ** 2)
     return (probs.sum(0) * tokens_per_expert).sum() * factor
@@ -37,22 +37,22 @@ def z_loss_func(logits: Tensor, z_loss_coeff: float) -> Tensor:
 
 
 class MoEAuxLossAutoScaler(torch.autograd.Function):
-    """The autograd node of a tensor that stays unchanged; its backward pass also starts the one of a loss.
+    """An autograd function that returns a tensor unchanged and adds an auxiliary loss to the backward pass.
 
-    The gradient of the loss is the scale of the main loss times the number of context-parallel ranks, by which
-    `finalize_model_grads` divides. Pipeline schedules set it, and `amp.scale_loss` and the Booster multiply it by the
-    loss scale in their backward passes, unless `set_loss_scale` was called.
+    The gradient of the loss is the scale of the main loss times the number of context-parallel ranks, because
+    `finalize_model_grads` divides by this number. Pipeline schedules set the scale, and `amp.scale_loss` and the
+    Booster multiply it by the loss scale in their backward passes, unless `set_loss_scale` was called.
     """
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, aux_loss: Tensor) -> Tensor:  # type: ignore[override]
-        """Return `output`."""
+        """Return `output`; save `aux_loss` for the backward pass."""
         ctx.save_for_backward(aux_loss)
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """Return the gradient of the output, and the scale as gradient of the loss."""
+        """Return `grad_output` for the output, and the scale that the class describes for the auxiliary loss."""
         (aux_loss,) = ctx.saved_tensors
         alone = parallel_state.is_unitialized()
         scale = router_loss_scale.value(1 if alone else parallel_state.get_context_parallel_world_size())
@@ -62,13 +62,13 @@ class MoEAuxLossAutoScaler(torch.autograd.Function):
 
     @staticmethod
     def set_loss_scale(scale: Tensor | None) -> None:
-        """Set the factor of routers' losses in the backward pass; None means the one that this class names.
+        """Set the gradient of routers' losses in the backward pass; None restores the scale that the class describes.
 
-        Megatron's is the loss scale times the number of context-parallel ranks, divided by the microbatches.
+        Megatron sets the loss scale times the number of context-parallel ranks, divided by the microbatches.
         """
         router_loss_scale.explicit = scale
 
     @staticmethod
     def loss_scale() -> Tensor | None:
-        """Return the factor that `set_loss_scale` has set, or None."""
+        """Return the scale that `set_loss_scale` has set, or None."""
         return router_loss_scale.explicit

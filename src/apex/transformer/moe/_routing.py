@@ -92,9 +92,9 @@ def dense(index: Tensor, weight: Tensor, num_experts: int) -> tuple[Tensor, Tens
 
 
 def sparse(routing_map: Tensor, probs: Tensor, topk: int) -> tuple[Tensor, Tensor]:
-    """Return indices and weights [T, K] of `dense`'s results; a token with fewer experts has the index E.
+    """Return indices and weights [T, K] from a map and weights [T, E]; the index E means no expert.
 
-    A map that is padded to capacity may give a token more than K experts; then those of weight zero are left out.
+    A map that is padded to capacity may give a token more than K experts; experts of weight zero are left out then.
     """
     experts = routing_map.shape[1]
     numbers = torch.arange(experts, dtype=torch.int64, device=routing_map.device)

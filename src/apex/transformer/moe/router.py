@@ -24,9 +24,9 @@ _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 class _CountInBackward(torch.autograd.Function):
-    """The autograd node of weights that stay unchanged; its backward pass counts the router's tokens.
+    """An autograd function that returns weights unchanged; its backward pass adds `counts` to the router's counts.
 
-    A forward pass may run twice (recomputation) or without training; a backward pass runs once.
+    Counting in the forward pass would be wrong: it may run twice (recomputation), or without training.
     """
 
     @staticmethod
@@ -92,7 +92,7 @@ class TopKRouter(MarkedModule):
     def forward(self, x: Tensor, *, sparse: bool = False) -> tuple[Tensor, Tensor]:
         """Return weights [tokens, experts] and the map of chosen experts, a bool of this shape, of x [..., hidden].
 
-        With `sparse`, return the results of `route`: a layer calls its modules, so that hooks and FSDP see the call.
+        With `sparse`, return the results of `route`. MoE layers use it so that hooks and FSDP see a call of the module.
         """
         if sparse:
             return self.route(x)
@@ -117,7 +117,7 @@ class TopKRouter(MarkedModule):
         return self.topk, self.config.moe_expert_capacity_factor, self.config.moe_token_drop_policy
 
     def _choose(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return weights and indices [tokens, topk] without capacity, and the logits [tokens, experts]."""
+        """Return weights and indices [tokens, topk], before any token is dropped, and the logits [tokens, experts]."""
         config = self.config
         rows, batch = x.reshape(-1, x.shape[-1]), max(x.shape[-2], 1) if x.dim() > 2 else 1
         logits = self._logits(self._jittered(rows))
@@ -184,7 +184,7 @@ class TopKRouter(MarkedModule):
         return switch_load_balancing_loss_func(scores, counts, tokens * parts, self.topk, experts, coefficient)
 
     def finish_step(self) -> None:
-        """Set the counts of tokens to zero; `finalize_model_grads` calls it after the bias is updated."""
+        """Reset the counts of tokens per expert; `finalize_model_grads` calls it after it has updated the bias."""
         self.local_tokens_per_expert = self._global_tokens = 0.0
 
 

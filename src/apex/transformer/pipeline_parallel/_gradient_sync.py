@@ -39,16 +39,16 @@ class PipelineGradientSync:
     ) -> None:
         self._chunks, self._handler, self._grad_sync = chunks, handler, grad_sync
         self._per_chunk, self._early = per_chunk, early
-        self._held = contextlib.ExitStack()
+        self._caller_context = contextlib.ExitStack()
         self._never_reducing: set[int] = set()
 
     def _enter(self) -> None:
         if self._handler is not None:
-            self._held.enter_context(self._handler())
+            self._caller_context.enter_context(self._handler())
 
     def leave(self) -> None:
         """Leave the caller's context, if it is held."""
-        self._held.close()
+        self._caller_context.close()
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -64,7 +64,7 @@ class PipelineGradientSync:
                     modules.enter_context(chunk.no_sync())
                 elif isinstance(chunk, ApexDistributedDataParallel):
                     modules.enter_context(chunk.no_sync())
-            with self._held:
+            with self._caller_context:
                 self._enter()
                 yield
         if self._grad_sync is not None and not self._per_chunk and not self._early:

@@ -83,7 +83,7 @@ Orders = list[list[Action]]
 
 
 def forwards(placement: Placement, microbatches: int) -> Orders:
-    """Return the orders of forward passes alone; chunks alternate after as many microbatches as there are ranks."""
+    """Return the order of forward passes, without backward passes; chunks change every `ranks` microbatches."""
     order = [
         Action(F, microbatch, chunk)
         for first in range(0, microbatches, placement.ranks)

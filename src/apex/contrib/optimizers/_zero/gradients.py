@@ -150,7 +150,7 @@ class GradientSync(ShardReducer):
             return
         check_dense(gradient)
         if not arena.layout.sizes[index]:
-            param.grad = None  # a gradient without elements starts no round
+            param.grad = None  # an empty gradient is in no bucket, so it must not start a round
             return
         buckets = () if self.groups.is_one else self._buckets_of(arena_index, index)
         if not self._sent.isdisjoint(buckets):

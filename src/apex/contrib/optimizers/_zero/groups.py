@@ -22,7 +22,7 @@ _made: WeakKeyDictionary[Any, dict[tuple[Any, ...], Any]] = WeakKeyDictionary()
 
 
 def own_world() -> Any:
-    """Return a group of all processes that clients do not use; None if there is one process."""
+    """Return a group of all processes for this package alone; None if there is one process."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     # DistributedFusedLAMB sends its buckets in another order, so it has groups with other numbers.
@@ -32,8 +32,8 @@ def own_world() -> Any:
 def _own_group(every: list[list[int]], number: int = 0, channels: int = 0, verbose: bool = False) -> Any:
     """Return this process's group among groups of the ranks in `every`; `number` counts groups of the same ranks.
 
-    It is never a group of a client. During a backward pass, processes that have all gradients have sent more buckets
-    than others. A client's collectives on the same communicator would then be in another order in every process.
+    It is never the user's group. During a backward pass, processes that have all gradients have sent more buckets
+    than others. The user's collectives on the same communicator would then be in another order in every process.
     """
     world = dist.group.WORLD
     assert world is not None
@@ -69,9 +69,9 @@ class Groups:
     them. `replicas` processes hold the same shards. `root` is the global rank of the first process. Without
     torch.distributed there is one process.
 
-    Several groups can take turns with the buckets: `scatter` in the reduce-scatter of gradients among ranks, `reduce`
-    in the all-reduce over replicas, `gather` in the all-gather of parameters. By default they are `distributed` and
-    `redundant` alone.
+    Consecutive buckets can use different communicators of the same ranks, so that they overlap: `scatter` in the
+    reduce-scatter of gradients, `reduce` in the all-reduce over replicas, `gather` in the all-gather of parameters. By
+    default there is one of each, `distributed` or `redundant`.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Groups:
 
 
 class _OfExperts(Groups):
-    """Groups of experts beside other parameters: gradients go through buckets even if one process holds the experts."""
+    """Groups of experts in a model with other parameters; gradients go through buckets even in a group of one."""
 
     is_one = False  # type: ignore[assignment]
 

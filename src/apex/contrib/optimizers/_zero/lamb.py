@@ -41,7 +41,7 @@ class LambReducer(ShardReducer):
         self.norm: Tensor | None = None
         # Whether `complete` has been called since the last gradient arrived.
         self.is_complete = False
-        # A process that gets the whole mean receives it in the buffer of its own gradients.
+        # A process that gets the whole mean receives it in its gradient buffer, in place.
         self._gets_all = full or self._gets_all
         self._overlap = overlap and not self.groups.is_one
         # How often a gradient is added to in a round, if more than once.
@@ -59,11 +59,11 @@ class LambReducer(ShardReducer):
 
     def _start_round(self) -> None:
         super()._start_round()
-        # Whether gradients have been cleared: further gradients then belong to the next round.
+        # Whether `zero_grad` has cleared the gradients: later gradients then belong to the next round.
         self._cleared = False
         # How often each gradient has been added to in this round, by (arena index, index).
         self._arrivals: Counter[tuple[int, int]] = Counter()
-        # Whether the buffer holds all gradients already, and the factor that they are multiplied by when sent.
+        # Whether all gradients were copied to the buffer already, and the factor that sending multiplies them by.
         self._is_filled = False
         self._factor: Tensor | None = None
         for arena in self.arenas:
@@ -296,7 +296,10 @@ class Update:
         return whole
 
     def _table(self, scaled: tuple[int, ...]) -> Tensor:
-        """Return the rows of each parameter's pieces, int64 [parameters, at least 1], padded with a row of zeros."""
+        """Return, for each parameter, the indices of its pieces' rows in `squares`, int64 [parameters, most pieces].
+
+        Short rows are padded with the index of the row of zeros behind `squares`.
+        """
         table = self._tables.get(scaled)
         if table is None:
             rows: list[list[int]] = [[] for _ in range(self._count)]

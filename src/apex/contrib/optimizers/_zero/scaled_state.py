@@ -40,7 +40,7 @@ class _ScaledShard:
         self._updates: dict[int, tuple[torch.dtype, Lists]] = {}
 
     def cut(self, values: Tensor) -> list[Tensor]:
-        """Return views of the pieces of `values`, a tensor of the shard's size."""
+        """Return views of the parameters' pieces in `values`, a tensor of the shard's size, without the gaps."""
         return list(values.split(self._cuts)[1::2])
 
     def refresh(self, stream: int) -> None:

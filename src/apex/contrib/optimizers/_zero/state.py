@@ -105,7 +105,7 @@ class ArenaState:
             self.units.setdefault(arena.group_of[unit.param], []).append(unit)
         self._lists: dict[Any, _CachedLists] = {}
         # Gradients of the current step: kernels get addresses, which do not keep tensors alive.
-        self._held: list[list[Tensor]] = []
+        self._current_gradients: list[list[Tensor]] = []
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -125,7 +125,7 @@ class ArenaState:
             function(group, lists)
             if isinstance(lists, TorchLists) and not keeps:
                 lists.slots = ()
-        self._held.clear()
+        self._current_gradients.clear()
         self.weights.end()
 
     def lists(self, gradients: Gradients) -> dict[Any, Lists]:
@@ -141,7 +141,7 @@ class ArenaState:
         if known is not None and gradients.stay_in_place(self.arena) and known.has_tensors:
             return known.lists
         tensors = gradients.of_units(self.arena, units)
-        self._held.append(tensors)
+        self._current_gradients.append(tensors)
         if known is None or known.dtype != tensors[0].dtype:
             lists = make_lists(*self._slots(group, tensors))
             if self._format is not None:

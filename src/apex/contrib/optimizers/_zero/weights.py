@@ -64,14 +64,14 @@ class Weights:
         """Prepare `slot` for an update. If it may be skipped (`skips`), outgoing shards must be right without it."""
 
     def end(self) -> None:
-        """Take over the values that an update has written to `slot`."""
+        """Make the values that an update has written to `slot` the weights."""
 
     def slot(self, units: Sequence[Piece]) -> list[Tensor]:
-        """Return the tensors that an update writes."""
+        """Return the weights that an update writes, one tensor per unit."""
         raise NotImplementedError
 
     def copy(self, units: Sequence[Piece]) -> list[Tensor] | None:
-        """Return the tensors that get a copy of the updated values, or None."""
+        """Return the tensors that also receive the updated values, one per unit, or None."""
         return None
 
     def addresses(self) -> list[int]:
@@ -87,7 +87,7 @@ class Weights:
         raise NotImplementedError
 
     def stored(self) -> dict[str, Tensor]:
-        """Return the lasting flat shards, by their names in `StateBucket`."""
+        """Return the flat shards that are kept between updates, by their names in `StateBucket`."""
         return {}
 
     def params_of(self, units: Sequence[Piece]) -> list[Tensor]:

@@ -10,7 +10,7 @@ from ..rule import Rule, tl
 
 
 def _moments(p, g, m, v, scalars, FLAGS):
-    """Return both moments after this gradient; a decay that is not decoupled (FLAGS[0]) is first added to it."""
+    """Return both moments, updated with the gradient; unless decay is decoupled (FLAGS[0]), it is added to it."""
     rest1, beta2, rest2, decay = scalars[1], scalars[2], scalars[3], scalars[5]
     if not FLAGS[0]:
         g = g + decay * p
@@ -52,7 +52,10 @@ def _adam_scalars(*, lr, beta1, beta2, eps, weight_decay, step, bias_correction=
 
 
 def _guarded_adam(values, whole, scalars, FLAGS):
-    """Compute Adam with care. FLAGS: decoupled decay; decay only where it has the update's sign; limit the update."""
+    """Compute Adam with an optional limit on updates and optional cautious decay.
+
+    FLAGS: decoupled decay; decay only where it has the update's sign (cautious); clamp updates to the limit.
+    """
     p, g, m, v, peak = values
     step_size, _rest1, _beta2, _rest2, eps, decay, root, limit = scalars
     m, v = _moments(p, g, m, v, scalars, FLAGS)
@@ -69,7 +72,7 @@ def _guarded_adam(values, whole, scalars, FLAGS):
 
 
 def _guarded_adam_scalars(**hyper):
-    """Return Adam's numbers and the largest update that its exact moments can give.
+    """Return the scalars of Adam, and the limit: the largest update that exact moments can give.
 
     By Schwarz's inequality |m| / sqrt(v) is at most (1 - beta1) / sqrt((1 - beta2) (1 - beta1 ** 2 / beta2)), for any
     gradients, if the sum of (beta1 ** 2 / beta2) ** k converges.
@@ -95,9 +98,9 @@ ADAM_LISTS, ADAM_AMSGRAD_LISTS = (replace(rule, fused_lists=fused.adam_lists) fo
 
 
 def _adam_average(values, whole, scalars, FLAGS):
-    """Compute Adam; slot 4 is an average that follows the parameter.
+    """Compute Adam and update slot 4, an exponential moving average of the parameter.
 
-    FLAGS: as Adam's, no AMSGrad; start the average.
+    FLAGS: decoupled decay; False (no AMSGrad); start the average at the parameter.
     """
     p, g, m, v, _peak = _adam(values, whole, scalars, FLAGS)
     if FLAGS[2]:

@@ -1,7 +1,7 @@
 """AdamP: Adam whose steps do not lengthen weights that a normalisation makes invariant to their length.
 
 There are two passes. The first updates Adam's moments and measures the sums that the projection needs for every row;
-the second takes the step. In between the optimizer decides which tensors are projected.
+the second updates the parameters. In between the optimizer decides which tensors are projected.
 """
 
 from ..rule import Rule, tl
@@ -25,9 +25,10 @@ def _adamp_measure(values, whole, scalars, FLAGS):
 
 
 def _adamp(values, whole, scalars, FLAGS):
-    """Take the step.
+    """Update the parameter along Adam's direction, from the moments that `_adamp_measure` has updated.
 
-    FLAGS: Nesterov. `whole`: the part of the parameter taken out of the direction; the weight decay.
+    FLAGS: Nesterov. `whole`: the multiple of the parameter that the projection subtracts from the direction; the
+    multiple of the parameter that weight decay subtracts.
     """
     p, g, m, v, a = values
     direction = _direction(g, m, v, scalars, FLAGS[0]) - whole[0] * p

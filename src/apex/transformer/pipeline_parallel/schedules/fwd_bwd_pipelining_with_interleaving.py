@@ -34,14 +34,14 @@ def _forward_backward_pipelining_with_interleaving(
     sync = PipelineGradientSync(
         chunks, options.get("custom_sync_context_handler"), options.get("custom_grad_sync_func"), per_chunk=True
     )
-    settings = PassSettings(forward_only, options, same_shapes(options))
+    settings = PassSettings(forward_only, options, shapes_of_stages(options))
     settings.partial_checkpoints = options.get("num_micro_batches_with_partial_activation_checkpoints")
     settings.param_sync = options.get("custom_param_sync_func")
     return Step("interleaved", forward_step_func, batch, chunks, settings, sync).run()
 
 
-def same_shapes(options: StepOptions) -> Callable[[int], list[tuple[int, ...]]] | None:
-    """Return a function from stage to the shapes it sends, or None if `tensor_shape` is not given."""
+def shapes_of_stages(options: StepOptions) -> Callable[[int], list[tuple[int, ...]]] | None:
+    """Return a function that gives every stage the same shapes to send; None if `tensor_shape` is not given."""
     tensor_shape = options.get("tensor_shape")
     if tensor_shape is None:
         return None

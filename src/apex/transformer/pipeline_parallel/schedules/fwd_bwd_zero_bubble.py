@@ -12,7 +12,7 @@ from .._execute import PassSettings, Step, StepOptions
 from .._gradient_sync import PipelineGradientSync
 from ..utils import get_model_type, listify_model
 from .common import Batch, FwdStepFunc, Model
-from .fwd_bwd_pipelining_with_interleaving import same_shapes
+from .fwd_bwd_pipelining_with_interleaving import shapes_of_stages
 
 
 @checked
@@ -36,7 +36,7 @@ def forward_backward_zero_bubble(
     sync = PipelineGradientSync(
         chunks, options.get("custom_sync_context_handler"), options.get("custom_grad_sync_func"), per_chunk=True
     )
-    settings = PassSettings(forward_only, options, same_shapes(options))
+    settings = PassSettings(forward_only, options, shapes_of_stages(options))
     settings.param_sync = options.get("custom_param_sync_func")
     name = "zb_h1" if len(chunks) == 1 else "zb_v"
     return Step(name, forward_step_func, batch, chunks, settings, sync).run()
