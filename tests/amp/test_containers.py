@@ -233,6 +233,7 @@ def test_compiled_models(name: str) -> None:
         torch.testing.assert_close(found, value)
 
 
+@pytest.mark.skipif(torch.__version__ < "2.11", reason="Dynamo traces fewer constructors of dicts there")
 def test_a_dict_that_is_a_dataclass_does_not_split_the_graph_of_a_model_and_its_loss() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
