@@ -58,10 +58,10 @@ parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else
 args = parser.parse_args()
 if (args.recompute and args.zero_bubble) or (args.zero and args.expert_parallel > 1):
     parser.error("--recompute does not go with --zero-bubble, and --zero does not go with --expert-parallel")
-if (args.zero_bubble and args.pipeline == 1) or ((args.expert_parallel > 1 or args.expert_tensor) and not args.experts):
-    parser.error("--zero-bubble needs --pipeline, and --expert-parallel and --expert-tensor need --experts")
-# On most CPUs float32 is the quickest.
-args.opt_level = args.opt_level or ("O5" if args.device == "cuda" else "O0")
+of_experts = (args.expert_parallel > 1, args.expert_tensor, args.topk != 2, args.aux_loss != 1e-2)
+if (args.zero_bubble and args.pipeline == 1) or (any(of_experts) and not args.experts):
+    parser.error("--zero-bubble needs --pipeline; --expert-parallel, --expert-tensor, --topk and --aux-loss --experts")
+args.opt_level = args.opt_level or ("O5" if args.device == "cuda" else "O0")  # CPUs are quickest in float32
 
 # Processes and their groups.
 dist.init_process_group("nccl" if args.device == "cuda" else "gloo")

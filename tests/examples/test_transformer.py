@@ -72,8 +72,9 @@ def test_refused_splits(tmp_path: Path) -> None:
         ("--zero --expert-parallel 2", "does not go with"),
         ("--recompute full --zero-bubble", "does not go with"),
         ("--zero-bubble", "--zero-bubble needs --pipeline"),
-        ("--expert-parallel 2", "--expert-parallel and --expert-tensor need --experts"),
-        ("--expert-tensor 1", "--expert-parallel and --expert-tensor need --experts"),
+        ("--expert-parallel 2", "--expert-parallel, --expert-tensor, --topk and --aux-loss --experts"),
+        ("--expert-tensor 1", "--expert-parallel, --expert-tensor, --topk and --aux-loss --experts"),
+        ("--topk 1", "--expert-parallel, --expert-tensor, --topk and --aux-loss --experts"),
     ):
         environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
         done = run_python(str(SCRIPT), *words.split(), cwd=tmp_path, environment=environment)
