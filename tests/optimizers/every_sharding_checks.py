@@ -95,8 +95,13 @@ class Sharded(NamedTuple):
     whole_gradients: list[list[Tensor]]
 
 
+@functools.cache
+def all_four() -> DeviceMesh:
+    return init_device_mesh("cpu", (4,))
+
+
 def _fsdp(model: nn.Module) -> None:
-    fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
+    fully_shard(model, mesh=all_four())
 
 
 def _hsdp(model: nn.Module) -> None:
@@ -260,7 +265,7 @@ def clipping(rank: int) -> None:
                     torch.testing.assert_close(whole([one.grad])[0], other.grad, **CLOSE)
     # Squares of these numbers overflow float32; three of the four shards are empty.
     param = nn.Parameter(
-        distribute_tensor(torch.ones(1, dtype=torch.float64), init_device_mesh("cpu", (4,)), [Shard(0)])
+        distribute_tensor(torch.ones(1, dtype=torch.float64), all_four(), [Shard(0)])
     )
     param.grad = torch.full_like(param, 1e30)
     norm = clip_grad_norm_([param], 0.1)
@@ -289,7 +294,7 @@ def stochastic_rounding(rank: int) -> None:
 
 def matrices_of_muon(rank: int) -> None:
     """Matrices cut in every way; shards of whole matrices are not sent, others by one all-to-all each way."""
-    mesh = init_device_mesh("cpu", (4,))
+    mesh = all_four()
     cases: list[tuple[list[tuple[int, ...]], dict[str, Any], int, int]] = [
         ([(7, 5), (2, 6), (7, 5), (6, 9), (1, 3)], {}, 0, 2),  # uneven and empty shards
         ([(5, 4, 6), (2, 3, 3)], {}, 0, 0),  # experts
@@ -344,7 +349,7 @@ def checkpoints(rank: int) -> None:
     chosen = [name for name in OPTIONS if name not in ELEMENTWISE or name in some or full_grids()]
     names: list[Any] = [tempfile.mkdtemp() if rank == 0 else None]
     dist.broadcast_object_list(names)
-    meshes = {2: DeviceMesh("cpu", [0, 1]), 4: init_device_mesh("cpu", (4,))}
+    meshes = {2: DeviceMesh("cpu", [0, 1]), 4: all_four()}
 
     def made_for(name: str, processes: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
