@@ -4,15 +4,13 @@
 
 `--every-launch` compiles every launch for every GPU. `--every-branch` also reads every launch whose absent tensors and
 flags differ, down to Triton's first form (TTIR): each release of Triton refuses other Python. Without them only the
-launches of `cover` are compiled, most of them for the first GPU, as Triton lowers for all GPUs of a vendor much alike.
-Every kernel is compiled for one GPU of each vendor (`BINARIES`); if it has a matrix product, whose instructions differ
-from one GPU to the next, also for one of the others in turn.
+launches of `cover` are compiled, each kernel for the GPUs of `gpus_of`.
 
 Launches go down to the assembly of GPUs: this shows what Triton or LLVM cannot lower there, and programs that need
 more shared memory than there is. One launch of every kernel is also optimised by LLVM and made a binary (by ptxas, or
-LLVM's assembler and linker) for one of `BINARIES` in turn, with `--every-launch` for each GPU. Both depend on the
-instructions of a kernel rather than on its block sizes, neither refuses a kernel for its size, and for all launches
-they would take minutes more.
+LLVM's assembler and linker) for one GPU, with float8 for one of each vendor, with `--every-launch` for each. Both
+depend on the instructions of a kernel rather than on its block sizes, neither refuses a kernel for its size, and for
+all launches they would take minutes more.
 
 A launch without a matrix product is laid out (TTIR and TTGIR) for the first of a vendor's GPUs and lowered from there
 for the others. Compared in a sample of 35 such launches: Triton makes the same LLVM code of this as of a layout for the
@@ -216,8 +214,8 @@ def widest_access(assembly: str) -> int:
     return max([int(count or 1) * int(bits) // 8 for count, bits in vectors] + [int(size, 16) for size in copies])
 
 
-def record_all(target: Target, families: set[str] | None = None) -> list[_launch.Launch]:
-    """Return the launches of every family, or of `families`, planned for `target`.
+def record_all(target: Target) -> list[_launch.Launch]:
+    """Return the launches of every family, planned for `target`.
 
     They are those of its examples, and of `tests.ops.<family>.launch_cases.record()` if there is one.
     """
@@ -225,7 +223,7 @@ def record_all(target: Target, families: set[str] | None = None) -> list[_launch
     examples = all_examples()
     for module in pkgutil.iter_modules(apex.ops.__path__):
         folder = Path(apex.ops.__path__[0]) / module.name
-        if not any(folder.glob("kernels*.py")) or (families is not None and module.name not in families):
+        if not any(folder.glob("kernels*.py")):
             continue
         cases = f"tests.ops.{module.name}.launch_cases"
         with _device.pretend(target.facts), _launch.record_launches() as collected:
@@ -249,37 +247,32 @@ def record_example(example: Example) -> None:
             Call(example, sizes, Make(dtype, torch.device("meta"))).results()
 
 
-# The GPUs for which every kernel is compiled in `make test`, and for one of which it is made a binary.
-BINARIES = ("sm_90", "gfx942")
-
-
 PRECISIONS = ("ieee", "tf32", "tf32x3")
 
 
-def cover(
-    launches: list[_launch.Launch], sizes: bool, rules: bool, activations: bool, precisions: bool
-) -> list[_launch.Launch]:
-    """Return launches of every kernel in which each float8 type occurs, and each precision of products.
+def cover(launches: list[_launch.Launch], thorough: set[str]) -> list[_launch.Launch]:
+    """Return launches of every kernel in which each combination of types occurs that an update rule's state has.
 
-    They have the largest blocks that there are, and the smallest of a kernel comes first. With `activations` each
-    activation occurs, with `sizes` each size of the first tensor's elements, and each update rule with `rules`; without
-    that, each combination of types that a rule's state has. Without `precisions` each of these occurs in one kernel.
+    Each float8 type occurs, too, and each precision of products in one kernel. Of the `thorough` kernels each
+    precision, each activation, each update rule, and each size of the first tensor's elements occurs. The launches have
+    the largest blocks that there are, and the smallest of a kernel comes first.
     """
     found: set[tuple[str, object]] = set()
     taken: list[_launch.Launch] = []
     for launch in sorted(launches, key=block_size, reverse=True):
         kernel, constants, dtypes, _, _ = _compile_ahead.program(launch)
+        whole = kernel in thorough
         names = [constant for constant in constants if isinstance(constant, str)]
-        states = [constant for constant in constants if isinstance(constant, tuple) and not rules]
+        states = [constant for constant in constants if isinstance(constant, tuple) and not whole]
         of_kernel = [
             None,
-            *(name for name in names if name not in PRECISIONS and (rules if "." in name else activations)),
+            *(name for name in names if name not in PRECISIONS and whole),
             *(dtype for dtype in dtypes if str(dtype).startswith("torch.float8")),
             *(str(dtype) for dtype in (states[0] if states else ()) if isinstance(dtype, tl.dtype)),
-            *([dtypes[0].itemsize] if sizes else []),
+            *([dtypes[0].itemsize] if whole else []),
         ]
         wanted = {(kernel, each) for each in of_kernel}
-        wanted |= {(kernel if precisions else "", name) for name in names if name in PRECISIONS}
+        wanted |= {(kernel if whole else "", name) for name in names if name in PRECISIONS}
         if not wanted <= found:
             taken.append(launch)
             found |= wanted
@@ -320,25 +313,27 @@ def read_all(name: str) -> dict[str, Any]:
     return {"read": len(launches), "failures": failures}
 
 
-def gpu_in_turn(kernel: str, names: list[str]) -> str | None:
-    """Return the GPU of `names` that compiles a kernel beside `BINARIES`.
+def gpus_of(kernel: str, names: list[str]) -> list[str]:
+    """Return the GPUs of `names` for which a kernel is compiled; for the first one it is compiled thoroughly.
 
-    None if no other GPU has the kernel, or if it has no matrix product.
+    Without a matrix product and float8 it is the first GPU of one vendor, the vendors in turn; else a GPU of each
+    vendor, its GPUs in turn.
     """
+    turn, vendors = sorted(_launch.KERNELS).index(kernel), dict[str, list[str]]()
+    for name in names:
+        if kernel in kernels_of(name):
+            vendors.setdefault(TARGETS[name].gpu.backend, []).append(name)
+    gpus = list(vendors.values())
+    gpus = gpus[turn % len(gpus) :] + gpus[: turn % len(gpus)] if gpus else []
+    if kernel in FLOAT8_KERNELS or has_product(kernel):
+        return [some[turn // 2 % len(some)] for some in gpus]
+    return [some[0] for some in gpus[:1]]
+
+
+def has_product(kernel: str) -> bool:
+    """Return whether a kernel multiplies matrices, for which each GPU has other instructions."""
     function = _launch.KERNELS[kernel].function
-    if "PRECISION" not in function.arg_names and "tl.dot" not in inspect.getsource(function.fn):
-        return None
-    others = [name for name in names if name not in BINARIES and kernel in kernels_of(name)]
-    return others[sorted(_launch.KERNELS).index(kernel) % len(others)] if others else None
-
-
-def made_whole(kernel: str, name: str) -> bool:
-    """Return whether `make test` makes a binary of a kernel for a GPU: for those of `BINARIES` in turn.
-
-    Kernels for float8 get one for each, because that is where the instructions of vendors differ most.
-    """
-    turn = BINARIES[sorted(_launch.KERNELS).index(kernel) % len(BINARIES)]
-    return name in BINARIES and (name == turn or kernel in FLOAT8_KERNELS or kernel not in kernels_of(turn))
+    return "PRECISION" in function.arg_names or "tl.dot" in inspect.getsource(function.fn)
 
 
 def kernels_of(name: str) -> set[str]:
@@ -352,32 +347,24 @@ def compile_all(names: list[str], every_launch: bool = False) -> dict[str, dict[
     gc.freeze()  # what was imported stays, and need not be searched for garbage
     gc.set_threshold(50_000, 20, 20)
     programs: dict[tuple[Any, ...], Program] = {}
-    reports: dict[str, dict[str, Any]] = {}
-    vendors: set[str] = set()
-    expected: dict[str, set[str]] = {}
+    launches = {name: record_all(TARGETS[name]) for name in names}  # which imports every kernel
+    expected = {name: kernels_of(name) for name in names}
+    thorough = expected
+    if not every_launch:
+        gpus = {kernel: gpus_of(kernel, names) for kernel in _launch.KERNELS}
+        expected = {name: {kernel for kernel, some in gpus.items() if name in some} for name in names}
+        thorough = {name: {kernel for kernel, some in gpus.items() if some[:1] == [name]} for name in names}
     for name in names:
-        reports[name] = {"compiled": {}, "failures": []}
-        vendor, families = TARGETS[name].gpu.backend, None
-        left_out = FLOAT8_KERNELS if name in NO_FLOAT8 else set()
-        if not every_launch and name not in BINARIES:  # after the first GPU, whose launches import every kernel
-            left_out = {kernel for kernel in _launch.KERNELS if gpu_in_turn(kernel, names) != name}
-            compiled = [kernel for name, kernel in _launch.KERNELS.items() if name not in left_out]
-            families = {kernel.function.fn.__module__.split(".")[2] for kernel in compiled}
-        launches = record_all(TARGETS[name], families)
-        expected[name] = kernels_of(name)
-        launches = [launch for launch in launches if launch.prepared.kernel.name not in left_out]
-        if not every_launch:
-            first = vendor not in vendors
-            launches = cover(launches, not vendors, not vendors, activations=first, precisions=name in BINARIES)
-        expected[name] -= left_out
-        vendors.add(vendor)
-        for launch in launches:
-            program = programs.setdefault((vendor, *_compile_ahead.program(launch)), Program(launch))
-            program.names[name] = None
+        chosen = [launch for launch in launches[name] if launch.prepared.kernel.name in expected[name]]
+        for launch in chosen if every_launch else cover(chosen, thorough[name]):
+            key = TARGETS[name].gpu.backend, *_compile_ahead.program(launch)
+            programs.setdefault(key, Program(launch)).names[name] = None
+    reports: dict[str, dict[str, Any]] = {name: {"compiled": {}, "failures": []} for name in names}
     seen: dict[str, set[str]] = {name: set() for name in names}
     for program in programs.values():
         for name in program.names:
-            as_binary = every_launch or made_whole(program.launch.prepared.kernel.name, name)
+            kernel = program.launch.prepared.kernel.name
+            as_binary = kernel in thorough[name] or kernel in FLOAT8_KERNELS
             _add_to_report(reports[name], program, TARGETS[name], seen[name], as_binary)
         program.layout = None
     for name, report in reports.items():

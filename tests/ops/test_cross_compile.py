@@ -1,4 +1,4 @@
-"""Every kernel compiles for sm_90 and gfx942, those with a product for one of the other GPUs too, with no GPU present.
+"""Every kernel compiles for a GPU of NVIDIA or AMD, with a matrix product for one of each, with no GPU present.
 
 With `--every-launch`, as `make cross-compile` has it, every launch for every GPU.
 """
@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.timeout(1800)  # about two minutes on a quiet machine, all of Triton's compiler
+@pytest.mark.timeout(1800)  # about a minute on a quiet machine, all of Triton's compiler
 def test_every_kernel_compiles(pytestconfig: pytest.Config) -> None:
     targets = ["sm_90", "sm_80", "sm_100", "gfx942", "gfx90a"]
     options = ["--every-launch"] if pytestconfig.getoption("every_launch") else []
