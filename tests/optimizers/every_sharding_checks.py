@@ -264,9 +264,7 @@ def clipping(rank: int) -> None:
                 for one, other in zip(found, exact, strict=True):
                     torch.testing.assert_close(whole([one.grad])[0], other.grad, **CLOSE)
     # Squares of these numbers overflow float32; three of the four shards are empty.
-    param = nn.Parameter(
-        distribute_tensor(torch.ones(1, dtype=torch.float64), all_four(), [Shard(0)])
-    )
+    param = nn.Parameter(distribute_tensor(torch.ones(1, dtype=torch.float64), all_four(), [Shard(0)]))
     param.grad = torch.full_like(param, 1e30)
     norm = clip_grad_norm_([param], 0.1)
     torch.testing.assert_close(whole([norm])[0], torch.tensor(1e30, dtype=torch.float64), rtol=1e-15, atol=0)
