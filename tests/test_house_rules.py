@@ -16,6 +16,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from tests.support.warm import run_python
+
 SOURCE = Path(__file__).resolve().parents[1] / "src"
 PACKAGE = SOURCE / "apex"
 FILES = sorted(SOURCE.rglob("*.py"))
@@ -414,7 +416,7 @@ def cold_calls(device: str) -> dict[str, list[str]]:
 def test_a_reader_of_a_cold_call_opens_few_files(device: str) -> None:
     script = f"import json; from tests.test_house_rules import cold_calls; print(json.dumps(cold_calls({device!r})))"
     root = Path(__file__).resolve().parents[1]
-    result = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True)
+    result = run_python("-c", script, cwd=root, environment=os.environ)
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
     most = {"layer norm": 7, "FusedAdam.step": 8, "scale_loss and step, O2": 12, "scale_loss and step, O5": 12}
