@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from torch import nn
 
-import apex
 from apex import checkpoint
 from apex.booster import checkpoint_io
 from tests.checkpoint.test_writers import in_child, in_threads
