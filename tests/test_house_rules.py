@@ -16,6 +16,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from tests.support.warm import run_python
+
 SOURCE = Path(__file__).resolve().parents[1] / "src"
 PACKAGE = SOURCE / "apex"
 FILES = sorted(SOURCE.rglob("*.py"))
@@ -39,11 +41,17 @@ def parsed(path: Path) -> ast.Module:
 
 
 @functools.cache
+def nodes(code: ast.Module) -> tuple[ast.AST, ...]:
+    """Return all nodes of a file, at any depth: a dozen rules look through them."""
+    return tuple(ast.walk(code))
+
+
+@functools.cache
 def read(path: Path) -> Code:
     """Absolute names of everything a file imports, its strings and its attributes, at any depth of its code."""
     package = path.relative_to(SOURCE).with_suffix("").parts[:-1]
     imports, strings, attributes = set(), set(), set()
-    for node in ast.walk(parsed(path)):
+    for node in nodes(parsed(path)):
         if isinstance(node, ast.Import):
             imports.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -165,7 +173,7 @@ def imported_modules(code: ast.Module, path: Path, modules: set[str]) -> set[str
     """
     package = path.relative_to(SOURCE).parent.parts
     found = set()
-    for node in ast.walk(code):
+    for node in nodes(code):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -247,7 +255,7 @@ def groups_made(code: ast.Module) -> list[int]:
     """Return the lines that call a function of PyTorch's that makes process groups; methods of meshes make none."""
     names = [
         (node.lineno, getattr(node.func, "attr", getattr(node.func, "id", "")))
-        for node in ast.walk(code)
+        for node in nodes(code)
         if isinstance(node, ast.Call)
     ]
     return [line for line, name in names if GROUP_MAKERS.fullmatch(name)]
@@ -279,7 +287,7 @@ def follows_defaults(path: Path) -> bool:
 
 def made_without_device_or_dtype(code: ast.Module) -> list[int]:
     """Lines that call a factory of PyTorch's without both; a module's parameters follow defaults as `torch.nn`'s do."""
-    calls = [node for node in ast.walk(code) if isinstance(node, ast.Call)]
+    calls = [node for node in nodes(code) if isinstance(node, ast.Call)]
     of_parameters = {
         id(value)
         for call in calls
@@ -315,7 +323,7 @@ def test_the_rule_about_defaults_can_fail(code: str) -> None:
 
 def private_attributes(code: ast.Module, name: str) -> list[str]:
     """Return the private attributes of a variable `name` that a file uses."""
-    attributes = [node for node in ast.walk(code) if isinstance(node, ast.Attribute)]
+    attributes = [node for node in nodes(code) if isinstance(node, ast.Attribute)]
     return [node.attr for node in attributes if getattr(node.value, "id", "") == name and node.attr.startswith("_")]
 
 
@@ -408,7 +416,7 @@ def cold_calls(device: str) -> dict[str, list[str]]:
 def test_a_reader_of_a_cold_call_opens_few_files(device: str) -> None:
     script = f"import json; from tests.test_house_rules import cold_calls; print(json.dumps(cold_calls({device!r})))"
     root = Path(__file__).resolve().parents[1]
-    result = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True)
+    result = run_python("-c", script, cwd=root, environment=os.environ)
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
     most = {"layer norm": 7, "FusedAdam.step": 8, "scale_loss and step, O2": 12, "scale_loss and step, O5": 12}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from apex._bench import registry, selection
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
+@functools.cache
 def names(device, **options):
     return [case.name for _, case in selection.select([], device, **options)]
 

@@ -357,12 +357,13 @@ def _checks() -> dict[str, Check]:
         "pipeline zero": {"pp_size": 2, "zero_stage": 1},
     }
     checks: dict[str, Check] = {}
-    for layout, precision in pairs(layouts, tuple(TOLERANCE), each=3):
+    precisions, scaled = tuple(TOLERANCE), ("fp16", "fp16_apex", "fp16_naive")
+    for layout, precision in (*pairs(layouts, precisions, each=1), *pairs(layouts, precisions, each=1, first=2)):
         checks[f"equal {layout} {precision}"] = equality(precision, **layouts[layout])
-    for layout, options in layouts.items():
-        for precision in ("fp16", "fp16_apex", "fp16_naive"):
-            if not options.get("zero_stage") or precision == "fp16":
-                checks[f"overflow {layout} {precision}"] = overflow(precision, **options)
+    for precision, layout in pairs(scaled, ("tensor", "pipeline"), each=1):
+        checks[f"overflow {layout} {precision}"] = overflow(precision, **layouts[layout])
+    for layout in ("tensor zero", "pipeline zero"):
+        checks[f"overflow {layout} fp16"] = overflow("fp16", **layouts[layout])
     for layout, precision in pairs(layouts, ("fp32", "fp16_naive"), each=1):
         checks[f"resumes {layout} {precision}"] = resumes(precision, precision == "fp32", **layouts[layout])
     checks["interleaved"] = equality("fp32", pp_size=2, pp_style="interleaved", num_model_chunks=2)

@@ -58,7 +58,10 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Give each test empty caches."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    yield
+    # PyTorch's own operators run as they are: compiling C++ for them takes a second per graph.
+    options = {"fallback_by_default": True} if hasattr(inductor_config, "fallback_by_default") else {}
+    with inductor_config.patch(options):
+        yield
     torch._dynamo.reset()
 
 

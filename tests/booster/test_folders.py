@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from torch import nn
 
-import apex
 from apex import checkpoint
 from apex.booster import checkpoint_io
 from tests.checkpoint.test_writers import in_child, in_threads
+from tests.parallel.processes import environment
 from tests.support.warm import run_python
 
 from .problem import adam, net
@@ -229,11 +229,14 @@ def test_a_save_that_is_cut_off(shard: bool, use_safetensors: bool, tmp_path: Pa
 
 
 def test_an_asynchronous_save_that_fails_ends_the_process_with_an_error(tmp_path: Path) -> None:
-    """Nobody waits for the save, and the Booster no longer exists."""
+    """Nobody waits for the save, and the Booster no longer exists. The writer is a fork, which imports nothing anew."""
     script = """
         import sys
         from torch import nn
         from apex.booster import Booster
+        from apex.checkpoint import _background
+        from tests.support.forked_writer import ForkedWriter
+        _background.start_process = ForkedWriter
         def main(path):
             Booster("cpu").save_model(nn.Linear(2, 2), path, use_async=True)
         main(sys.argv[1])
@@ -241,9 +244,8 @@ def test_an_asynchronous_save_that_fails_ends_the_process_with_an_error(tmp_path
     """
     code = "\n".join(line[8:] for line in script.splitlines())
     (tmp_path / "file").write_text("in the way")
-    environment = {**os.environ, "PYTHONPATH": str(Path(apex.__file__).resolve().parents[1])}
     results = {
-        name: run_python("-c", code, str(tmp_path / name), cwd=tmp_path, environment=environment, timeout=100)
+        name: run_python("-c", code, str(tmp_path / name), cwd=tmp_path, environment=environment(), timeout=100)
         for name in ("file/model", "model")
     }
     failed, worked = results["file/model"], results["model"]

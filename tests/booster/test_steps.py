@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -26,8 +27,14 @@ from apex.graphs import _step as graphs_step
 from apex.ops.multi_tensor.torch_lists import TorchLists
 from tests.booster import problem
 from tests.graphs.recorder import CpuGraphs
+from tests.support.collector import freeze
 
 CAPTURED, COMPILED, WHOLE = Variant(False, True), Variant(True, False), Variant(True, False, whole=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _few_objects() -> None:
+    freeze()
 
 
 @pytest.fixture
@@ -57,6 +64,9 @@ class Training:
 
     def params(self) -> list[Tensor]:
         return [value.clone() for value in self.model.state_dict().values()]
+
+    def results(self) -> list[Tensor]:
+        return [torch.stack(self.losses), *self.params()]
 
 
 def plain_loop(training: Training) -> None:
@@ -165,19 +175,25 @@ def evaluation_and_scheduler(training: Training) -> None:
 LOOPS = [plain_loop, accumulation, clipping, clipping_by_pytorch, shorter_last_batch, evaluation_and_scheduler]
 
 
-def assert_equal(one: Training, other: Training) -> None:
-    assert torch.equal(torch.stack(one.losses), torch.stack(other.losses))
-    for a, b in zip(one.params(), other.params(), strict=True):
-        assert torch.equal(a, b)
+@functools.cache
+def trained(loop: Callable[[Training], None]) -> list[Tensor]:
+    """Return the results of a loop whose steps are neither compiled nor captured; needs the fixture `graphs`."""
+    training = Training(fuse=True)
+    loop(training)
+    return training.results()
+
+
+def assert_equal(one: list[Tensor], other: list[Tensor]) -> None:
+    assert len(one) == len(other)
+    assert all(map(torch.equal, one, other))
 
 
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
 @pytest.mark.parametrize("stages", [{"capture": True}, {"compile": "auto", "capture": "auto"}], ids=["capture", "auto"])
 def test_a_loop_trains_as_without_capture(loop: Any, stages: Any, graphs: None) -> None:
-    boosted, expected = Training(fuse=True, **stages), Training(fuse=True)
-    for training in (boosted, expected):
-        loop(training)
-    assert_equal(boosted, expected)
+    boosted = Training(fuse=True, **stages)
+    loop(boosted)
+    assert_equal(boosted.results(), trained(loop))
     capture = boosted.booster.report()[-1]
     assert capture.stage == "capture"
     assert "eager:" not in capture.text
@@ -194,7 +210,7 @@ def test_capture_in_other_precisions_and_optimizers(precision: Any, make: Any, g
     expected = Training(make, copy.deepcopy(precision), fuse=True)
     for training in (boosted, expected):
         plain_loop(training)
-    assert_equal(boosted, expected)
+    assert_equal(boosted.results(), expected.results())
 
 
 def test_amp_is_captured(graphs: None) -> None:
@@ -202,7 +218,7 @@ def test_amp_is_captured(graphs: None) -> None:
     for capture in (True, False):
         training = Training(precision=FP16ApexMixedPrecision("O5", verbosity=0), fuse=True, capture=capture)
         plain_loop(training)
-        results.append(training)
+        results.append(training.results())
         apex.amp.shutdown()
     assert_equal(*results)
 
@@ -408,10 +424,9 @@ def test_a_failed_compilation_leaves_the_step_as_it_was(graphs: None, monkeypatc
 
     monkeypatch.setattr(Stages, "compile_options", {"backend": refuse, "dynamic": False})
     torch._dynamo.reset()
-    boosted, expected = Training(fuse=True, compile="auto"), Training(fuse=True)
-    for training in (boosted, expected):
-        plain_loop(training)
-    assert_equal(boosted, expected)
+    boosted = Training(fuse=True, compile="auto")
+    plain_loop(boosted)
+    assert_equal(boosted.results(), trained(plain_loop))
     row = {row.stage: row for row in boosted.booster.report()}["compile"]
     assert not row.done
     assert "no code for this" in row.text
@@ -460,10 +475,9 @@ def test_a_step_of_a_model_with_large_outputs_is_also_compiled_as_a_whole(
     monkeypatch.setattr("apex.booster._step._LARGE_OUTPUTS", 1)
     monkeypatch.setattr("apex.booster._step.min", lambda seconds, **kwargs: [*seconds][-1], raising=False)
     torch._dynamo.reset()
-    boosted, expected = Training(fuse=True, compile="auto", capture=capture), Training(fuse=True)
-    for training in (boosted, expected):
-        long_loop(training)
-    assert_equal(boosted, expected)
+    boosted = Training(fuse=True, compile="auto", capture=capture)
+    long_loop(boosted)
+    assert_equal(boosted.results(), trained(long_loop))
     losses = [targets for targets in compiled if any("cross_entropy" in target for target in targets)]
     assert losses
     assert all(any("linear" in target for target in targets) for targets in losses)
@@ -494,10 +508,9 @@ def test_a_failed_compilation_as_a_whole_leaves_the_step_as_it_was(
     monkeypatch.setattr(Stages, "compile_options", {"backend": refuse, "dynamic": False})
     monkeypatch.setattr("apex.booster._step._LARGE_OUTPUTS", 1)
     torch._dynamo.reset()
-    boosted, expected = Training(fuse=True, compile="auto"), Training(fuse=True)
-    for training in (boosted, expected):
-        long_loop(training)
-    assert_equal(boosted, expected)
+    boosted = Training(fuse=True, compile="auto")
+    long_loop(boosted)
+    assert_equal(boosted.results(), trained(long_loop))
 
 
 def test_a_step_that_cannot_be_captured_as_a_whole_keeps_its_other_graphs(
@@ -514,11 +527,10 @@ def test_a_step_that_cannot_be_captured_as_a_whole_keeps_its_other_graphs(
     monkeypatch.setattr("apex.booster._step._LARGE_OUTPUTS", 1)
     monkeypatch.setattr("apex.booster._step.min", lambda seconds, **kwargs: [*seconds][-1], raising=False)
     torch._dynamo.reset()
-    boosted, expected = Training(fuse=True, compile="auto", capture="auto"), Training(fuse=True)
+    boosted = Training(fuse=True, compile="auto", capture="auto")
     with pytest.warns(UserWarning, match="not in a graph"):
         long_loop(boosted)
-    long_loop(expected)
-    assert_equal(boosted, expected)
+    assert_equal(boosted.results(), trained(long_loop))
     row = {row.stage: row for row in boosted.booster.report()}["capture"]
     assert row.text.startswith("step: compiled and captured (eager")
     assert "not as a whole: " in row.text

@@ -70,6 +70,8 @@ def test_snippet(page: str, index: int, names: dict[str, Any], request: pytest.F
     code = snippets(page)[index]
     if page == "parallel.md":
         request.getfixturevalue("process_group")
+    else:
+        request.getfixturevalue("forked_writers")
     initializes = any("amp.initialize(" in line for line in code.splitlines() if not line.startswith("#"))
     if "amp." in code and not initializes:
         names["model"], names["optimizer"] = amp.initialize(

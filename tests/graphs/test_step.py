@@ -21,6 +21,7 @@ from apex.optimizers import FusedAdam, FusedLAMB, FusedSGD
 from apex.parallel import LARC
 from tests.graphs.common import Training, assert_equal_bits, batches
 from tests.graphs.recorder import CpuGraphs
+from tests.support.collector import freeze
 
 
 def captured(function: Callable[..., Any], **options: Any) -> CapturedStep:
@@ -44,6 +45,11 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
         params, lr=0.01, warmup=0.3, t_total=30, schedule="warmup_cosine"
     ),
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _few_objects() -> None:
+    freeze()
 
 
 @pytest.fixture(autouse=True)

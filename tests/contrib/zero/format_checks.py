@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from apex.contrib.optimizers.distributed_fused_adam import DistributedFusedAdam
@@ -15,6 +16,7 @@ from apex.contrib.optimizers.distributed_fused_muon import DistributedFusedMuon
 from apex.optimizers import FusedAdam, FusedMuon
 from tests.contrib.zero import muon_checks
 from tests.parallel.processes import Check, assert_same_everywhere
+from tests.support.grids import pairs
 
 # Cut over buckets and processes; the second one in another order of memory.
 SHAPES = ((64, 30), (3, 8, 5, 5), (130,), (1,), (500,))
@@ -45,6 +47,7 @@ def train(params: list[nn.Parameter], optimizer: Any, steps: range = range(4)) -
 
 
 def like_one_process(rank: int) -> None:
+    """Check all settings in all formats; in samples one setting per format, others in each number of processes."""
     bits = {"store_params": False, "store_param_remainders": True, "param_sync_dtype": torch.bfloat16}
     cases: list[tuple[torch.dtype, dict[str, Any], dict[str, Any]]] = [
         (torch.float32, {}, {}),
@@ -52,22 +55,21 @@ def like_one_process(rank: int) -> None:
         (torch.bfloat16, {"param_sync_dtype": torch.bfloat16}, {"master_weights": True}),
         (torch.bfloat16, bits, {"master_bits": 32}),
     ]
-    for format in FORMATS:
-        for dtype, options, whole in cases:
-            params, optimizer = made(DistributedFusedAdam, dtype, state_format=format, **options)
-            exact, other = made(FusedAdam, dtype, state_format=format, **whole)
-            train(params, optimizer)
-            train(exact, other)
-            for param, twin in zip(params, exact, strict=True):
-                if whole == {"master_bits": 32}:  # halves are rounded to even here, away from zero there
-                    torch.testing.assert_close(param.float(), twin.float(), rtol=2.0**-7, atol=0)
-                else:
-                    assert torch.equal(param, twin), (format, options)
-            assert_same_everywhere(params)
-            saved, expected = optimizer.state_dict()["state"], other.state_dict(decoded=True)["state"]
-            for index in range(len(params)):
-                for name in ("exp_avg", "exp_avg_sq"):
-                    assert torch.equal(saved[index][name], expected[index][name]), (format, options, name)
+    for format, (dtype, options, whole) in pairs(FORMATS, cases, each=1, first=dist.get_world_size() // 2):
+        params, optimizer = made(DistributedFusedAdam, dtype, state_format=format, **options)
+        exact, other = made(FusedAdam, dtype, state_format=format, **whole)
+        train(params, optimizer)
+        train(exact, other)
+        for param, twin in zip(params, exact, strict=True):
+            if whole == {"master_bits": 32}:  # halves are rounded to even here, away from zero there
+                torch.testing.assert_close(param.float(), twin.float(), rtol=2.0**-7, atol=0)
+            else:
+                assert torch.equal(param, twin), (format, options)
+        assert_same_everywhere(params)
+        saved, expected = optimizer.state_dict()["state"], other.state_dict(decoded=True)["state"]
+        for index in range(len(params)):
+            for name in ("exp_avg", "exp_avg_sq"):
+                assert torch.equal(saved[index][name], expected[index][name]), (format, options, name)
 
 
 def bytes_of_state(rank: int) -> None:
