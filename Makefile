@@ -7,8 +7,9 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 INPUTS := pyproject.toml constraints.txt src/apex/_version.py
 # Files whose cases `tests/support/grids.py` samples; a test compares this list with the imports.
 GRIDS := tests/_bench/test_plain_models.py tests/booster/test_processes.py tests/contrib/zero/test_processes.py \
-	tests/ops/test_examples.py tests/optimizers/test_sharded.py tests/test_compile.py \
-	tests/transformer/test_context_parallel.py tests/transformer/test_tensor_parallel.py \
+	tests/examples/test_examples.py tests/ops/test_examples.py tests/optimizers/test_sharded.py tests/test_compile.py \
+	tests/transformer/test_checkpoint.py tests/transformer/test_context_parallel.py \
+	tests/transformer/test_parallel_state.py tests/transformer/test_tensor_parallel.py \
 	tests/transformer/testing/test_models.py tests/transformer/testing/test_moe_models.py
 # What an import compiles is kept, whatever images of containers say: else every process compiles PyTorch anew, for 3
 # seconds, and its compiler for 4 more.

@@ -17,6 +17,7 @@ import torch
 
 import apex
 from tests.parallel.processes import launched
+from tests.support.grids import full_grids
 from tests.support.warm import run_together
 
 SOURCE = Path(apex.__file__).resolve().parents[1]
@@ -32,14 +33,15 @@ def run_example(name: str, *arguments: str, cwd: Path, processes: int | None = N
     return results[0].stdout
 
 
-def results_of(name: str, *arguments: str, cwd: Path, processes: int | None = None) -> list[Any]:
-    """Runs an example, and returns how each of its processes ended."""
+def results_of(name: str, *arguments: str, cwd: Path, processes: int | None = None, **variables: str) -> list[Any]:
+    """Runs an example with further environment variables, and returns how each of its processes ended."""
     inherited = {key: value for key, value in os.environ.items() if key not in ("APEX_IMPL", "TRITON_INTERPRET")}
     environment = {**inherited, "PYTHONPATH": str(SOURCE)}
     with contextlib.ExitStack() as stack:
         environments = [environment]
         if processes is not None:
-            environments = [{**environment, **numbers} for numbers in stack.enter_context(launched(processes))]
+            numbered = stack.enter_context(launched(processes))
+            environments = [{**environment, **numbers, **variables} for numbers in numbered]
         commands = [(str(EXAMPLES / name / "main.py"), *arguments)] * len(environments)
         return run_together(commands, cwd=cwd, environments=environments, timeout=240)
 
@@ -118,16 +120,28 @@ def test_elastic_goes_on_to_the_bit_after_a_kill_and_in_one_process(tmp_path: Pa
     assert first[0].returncode == 1
     assert re.search(r"RuntimeError: rank 0 of 2: .* failed", first[0].stderr)
     assert first[0].stdout.splitlines() == lines[:3]
+    shutil.copytree(tmp_path / "killed", tmp_path / "restarted")
     alone = run_example("elastic", *common, *folder, cwd=tmp_path, processes=1)
     assert alone.splitlines() == ["resumed after step 2 in 1 processes", *lines[2:]]
     names = sorted(path.name for path in (tmp_path / "killed").iterdir())
     assert names == ["step-00000004", "step-00000006"]
 
+    # As the second attempt of a launcher, in which no process kills itself.
+    arguments = (*common, "--wait", "--checkpoints", "restarted", "--kill-at", "4")
+    second = results_of("elastic", *arguments, cwd=tmp_path, processes=2, TORCHELASTIC_RESTART_COUNT="1")
+    assert [result.returncode for result in second] == [0, 0], second[0].stderr
+    assert second[0].stdout.splitlines() == ["resumed after step 2 in 2 processes", *lines[2:]]
+    if full_grids():
+        assert_a_launcher_restarts(lines, arguments[:-3], tmp_path)
+
+
+def assert_a_launcher_restarts(lines: list[str], arguments: tuple[str, ...], folder: Path) -> None:
+    """The launcher's processes are real ones, and import PyTorch and its compiler: 25 s of CPU time."""
     launcher = (sys.executable, "-m", "apex", "run", "--nproc-per-node", "2", "--max-restarts", "1")
-    script = (str(EXAMPLES / "elastic" / "main.py"), *common, "--wait", "--checkpoints", "restarted", "--kill-at", "4")
+    script = (str(EXAMPLES / "elastic" / "main.py"), *arguments, "launched", "--kill-at", "4")
     environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
     restarted = subprocess.run(
-        (*launcher, *script), cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
+        (*launcher, *script), cwd=folder, env=environment, capture_output=True, text=True, timeout=240
     )
     assert restarted.returncode == 0, restarted.stderr
     assert restarted.stdout.splitlines() == [*lines[:3], "resumed after step 2 in 2 processes", *lines[2:]]

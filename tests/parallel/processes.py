@@ -1,6 +1,7 @@
 """Checks that run in several processes at once, connected by Gloo on the CPU: all of a file in one start.
 
-A module of checks has a dict `CHECKS` of functions that take the rank. One process imports everything and then forks a
+A module of checks has a dict `CHECKS` of functions that take the rank, and may have a function `BEFORE` that every rank
+calls before it is connected to the others. One process imports everything and then forks a
 process per rank: imports take longer than most checks.
 
 A rank whose check fails writes its error down and keeps its connections open, so that the other ranks wait for it
@@ -168,6 +169,7 @@ def _wait_for_others(reading: int, others: int) -> None:
 
 def run(module: str, folder: str, rank: int, processes: int, first: str, failed: int) -> None:
     """Run the checks from `first` on as one rank; after a failure tell the forking process through `failed`."""
+    getattr(importlib.import_module(module), "BEFORE", lambda: None)()
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/store",

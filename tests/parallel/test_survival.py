@@ -80,7 +80,7 @@ def test_the_others_stop_when_one_is_killed(kind: str, killed: Path) -> None:
     assert_last_checkpoint_is_whole(killed / kind)
 
 
-# Without an optimizer, with which real processes would import PyTorch's compiler.
+# Without an optimizer, with which real processes would import PyTorch's compiler. Rank 1 kills itself in every attempt.
 LAUNCHED = f"""
 import os, signal
 import torch
@@ -89,8 +89,13 @@ from apex.checkpoint import Series
 
 dist.init_process_group("gloo")
 series = Series("checkpoints", keep=2)
-weight = torch.zeros(50)
-for step in range(1, 100):
+weight, first = torch.ones(50), 1
+if series.latest() is not None:
+    state = series.load()
+    weight, first = state["model"]["weight"], state["step"] + 1
+    if dist.get_rank() == 0:
+        print("goes on at step", first, "with", weight[0].item(), flush=True)
+for step in range(first, 100):
     if step == {victim.DEATH} and dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     dist.all_reduce(weight)
@@ -99,10 +104,13 @@ for step in range(1, 100):
 """
 
 
-def test_the_launcher_stops_when_one_is_killed(tmp_path: Path) -> None:
+def test_the_launcher_starts_all_again_and_stops_when_one_is_killed(tmp_path: Path) -> None:
+    """The second attempt connects its processes anew, goes on from the checkpoint, and is the last one."""
     (tmp_path / "script.py").write_text(LAUNCHED)
-    arguments = ("-m", "apex", "run", "--nproc-per-node", "2", "script.py")
+    arguments = ("-m", "apex", "run", "--nproc-per-node", "2", "--max-restarts", "1", "script.py")
     done = run_python(*arguments, cwd=tmp_path, environment=environment(), timeout=PATIENCE)
     assert done.returncode == 1, done.stderr
     assert "Signal 9 (SIGKILL)" in done.stderr
+    saved = victim.DEATH // victim.EVERY * victim.EVERY
+    assert done.stdout == f"goes on at step {saved + 1} with {2.0**saved}\n"
     assert_last_checkpoint_is_whole(tmp_path)

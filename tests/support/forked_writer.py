@@ -1,18 +1,22 @@
 """Writer processes of asynchronous saves that are forks: importing PyTorch takes longer than most tests.
 
-A forked writer works for processes without a process group only: it inherits the group of the process that it forks.
+`ForkedWriter` is for processes without a process group: it inherits the group of the process that it forks. Processes
+with a group call `prepare` before they make it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import pickle
+import socket
 import subprocess
 import time
 import traceback
+from dataclasses import replace
 from typing import Any
 
-from apex.checkpoint import _writer
+from apex.checkpoint import _background, _writer
 
 
 class ForkedWriter:
@@ -47,3 +51,43 @@ class ForkedWriter:
                 raise subprocess.TimeoutExpired("a writer", timeout or 0)
             time.sleep(0.01)
         return self._status
+
+
+class PreparedWriter(ForkedWriter):
+    """A fork of a process that has no process group yet, which becomes the process's first writer."""
+
+    def __init__(self) -> None:
+        self._status: int | None = None
+        self._channel, theirs = socket.socketpair()
+        self.pid = os.fork()
+        if self.pid:
+            theirs.close()
+            return
+        try:
+            # Whoever waits for the end of the parent must not wait for this process, too.
+            os.closerange(3, theirs.fileno())
+            os.closerange(theirs.fileno() + 1, 1024)
+            message, numbers, _, _ = socket.recv_fds(theirs, 1 << 16, 2)
+            if message:
+                meeting, module = pickle.loads(message)
+                if meeting.listener is not None:
+                    meeting = replace(meeting, listener=numbers[1])
+                _writer.serve(numbers[0], meeting, module)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+
+    def start(self, channel: int, meeting: Any, inherited: list[int], module: str) -> PreparedWriter:
+        """Serve requests; takes the arguments of `start_process`."""
+        assert inherited[0] == channel
+        _background.start_process = self._real
+        socket.send_fds(self._channel, [pickle.dumps((meeting, module))], inherited)
+        return self
+
+    _real = staticmethod(_background.start_process)
+
+
+def prepare() -> None:
+    """Fork a writer for this process, which has no process group yet; further writers are real processes."""
+    _background.start_process = PreparedWriter().start

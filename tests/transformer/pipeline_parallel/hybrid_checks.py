@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from apex.transformer.enums import ModelType
 from apex.transformer.pipeline_parallel import build_model, utils
 from apex.transformer.pipeline_parallel.schedules import forward_backward_no_pipelining
 from apex.transformer.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from tests.support.first_rank import from_first_rank
 from tests.support.harness import sum_error
 
 from .toy import (
@@ -27,6 +29,7 @@ from .toy import (
     STEPS,
     Layer,
     Part,
+    Whole,
     assert_same_gradients,
     batch_of,
     in_one_process,
@@ -41,23 +44,27 @@ from .toy import (
 TERMS = 2 * 8 * (HIDDEN + 8 + 8) + 4 * 2 * SAMPLES * LENGTH
 
 
-def of_all_replicas(layers: int, microbatches: int, replicas: int) -> Part:
-    """Return a model whose gradients are the means over replicas with different batches."""
-    model = Part(range(layers)).to(parameter_device())
+@functools.cache
+def of_all_replicas(layers: int, microbatches: int, replicas: int) -> Whole:
+    """Return parameters, and means of gradients over replicas with different batches; the first process computes."""
     set_microbatches(microbatches)
-    for replica in range(replicas):
-        batch = batch_of(microbatches, seed=replica)
-        forward_backward_no_pipelining(step_function, batch, model, forward_only=False)
-    for param in model.parameters():
-        param.grad /= replicas
-    return model
+
+    def run() -> Whole:
+        model = Part(range(layers)).to(parameter_device())
+        for replica in range(replicas):
+            batch = batch_of(microbatches, seed=replica)
+            forward_backward_no_pipelining(step_function, batch, model, forward_only=False)
+        for param in model.parameters():
+            param.grad /= replicas
+        return Whole.of(model)
+
+    return from_first_rank(run)
 
 
-def assert_close_to(whole: Part, parts: list[nn.Module]) -> None:
-    expected = dict(whole.named_parameters())
+def assert_close_to(whole: Whole, parts: list[nn.Module]) -> None:
     for part in utils.unwrap_model(parts):
         for name, param in part.named_parameters():
-            assert_same_sums(param.grad, expected[name].grad, name)
+            assert_same_sums(param.grad, whole.gradients[name], name)
 
 
 def assert_same_sums(gradient: Tensor, wanted: Tensor, name: str) -> None:
@@ -131,7 +138,7 @@ def kept_back_by_the_caller(rank: int) -> None:
                 forward_backward_no_pipelining(step_function, batch_of(2, seed=rank), model, forward_only=False)
             alone = Part(range(2)).to(parameter_device())
             forward_backward_no_pipelining(step_function, batch_of(2, seed=rank), alone, forward_only=False)
-            assert_same_gradients([model], alone)
+            assert_same_gradients([model], Whole.of(alone))
 
 
 def sharded_optimizer(rank: int) -> None:
@@ -147,8 +154,10 @@ def sharded_optimizer(rank: int) -> None:
             STEPS["1f1b"](step_function, batch_of(4, seed=replica), model, forward_only=False, **options)
             optimizer.step()
             whole = of_all_replicas(4, 4, 2)
-            torch.optim.Adam(whole.parameters(), lr=0.1).step()
-            expected = dict(whole.named_parameters())
+            expected = {name: nn.Parameter(param.clone()) for name, param in whole.parameters.items()}
+            for name, param in expected.items():
+                param.grad = whole.gradients[name]
+            torch.optim.Adam(expected.values(), lr=0.1).step()
             for name, param in model[0].named_parameters():
                 torch.testing.assert_close(param, expected[name], rtol=1e-4, atol=1e-5, msg=name)
 

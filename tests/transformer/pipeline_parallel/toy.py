@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from apex.transformer.pipeline_parallel.schedules import (
     forward_backward_pipelining_without_interleaving,
     forward_backward_zero_bubble,
 )
+from tests.support.first_rank import from_first_rank
 
 HIDDEN, SAMPLES, LENGTH = 6, 2, 3
 STEPS: dict[str, Callable[..., list[Any]]] = {
@@ -88,14 +89,30 @@ def set_microbatches(microbatches: int, replicas: int = 1) -> None:
     utils._reconfigure_microbatch_calculator(1, None, microbatches * SAMPLES * replicas, SAMPLES, replicas)
 
 
-def in_one_process(layers: int, microbatches: int, **options: Any) -> tuple[list[Tensor], Part]:
-    """Return the losses, and the model with its gradients, without a pipeline."""
+class Whole(NamedTuple):
+    """The parameters and the gradients of all layers, by name."""
+
+    parameters: dict[str, Tensor]
+    gradients: dict[str, Tensor | None]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Whole:
+        named = dict(model.named_parameters())
+        return cls({name: param.detach() for name, param in named.items()}, {n: p.grad for n, p in named.items()})
+
+
+def in_one_process(layers: int, microbatches: int, **options: Any) -> tuple[list[Tensor], Whole]:
+    """Return the losses, parameters and gradients without a pipeline, which the first process computes for all."""
     set_microbatches(microbatches)
-    model = Part(range(layers)).to(parameter_device())
-    losses = forward_backward_no_pipelining(
-        step_function, batch_of(microbatches), model, **{"forward_only": False, **options}
-    )
-    return losses, model
+
+    def run() -> tuple[list[Tensor], Whole]:
+        model = Part(range(layers)).to(parameter_device())
+        losses = forward_backward_no_pipelining(
+            step_function, batch_of(microbatches), model, **{"forward_only": False, **options}
+        )
+        return losses, Whole.of(model)
+
+    return from_first_rank(run)
 
 
 @contextlib.contextmanager
@@ -122,15 +139,16 @@ def parts_of(name: str, chunks: int, layers_per_stage: int, wrap: bool = False) 
     return build_model(provide, wrap, virtual, placement="v" if name == "zb_v" else "loop")
 
 
-def assert_same_gradients(model: list[nn.Module], whole: Part) -> None:
+def assert_same_gradients(model: list[nn.Module], whole: Whole) -> None:
     """Assert that the gradients of all parameters of this rank are bitwise equal."""
-    expected = dict(whole.named_parameters())
     seen = 0
     for part in utils.unwrap_model(model):
         for name, param in part.named_parameters():
-            assert torch.equal(param, expected[name]), name
+            assert torch.equal(param, whole.parameters[name]), name
             assert param.grad is not None, name
-            assert torch.equal(param.grad, expected[name].grad), (name, param.grad - expected[name].grad)
+            expected = whole.gradients[name]
+            assert expected is not None, name
+            assert torch.equal(param.grad, expected), (name, param.grad - expected)
             seen += 1
     assert seen or not model
 

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch._dynamo  # by the process that divides: optimizers import it, which takes seconds in each of eight
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from apex.transformer.pipeline_parallel import build_model, utils
 from apex.transformer.pipeline_parallel.schedules import forward_backward_no_pipelining
 from apex.transformer.testing.standalone_gpt import GPTModel, gpt_model_provider
 from apex.transformer.testing.standalone_transformer_lm import TransformerConfig
+from tests.support.first_rank import from_first_rank
 from tests.support.grids import full_grids
 from tests.transformer.block import split_of
 from tests.transformer.pipeline_parallel.toy import STEPS
@@ -125,13 +127,21 @@ def train(
 
 
 def train_alone(config: TransformerConfig) -> Trained:
-    """Train in one process, with two copies of the embedding as in a pipeline; their gradients are summed."""
+    """Train in one process, with two copies of the embedding as in a pipeline; their gradients are summed.
+
+    The other processes, which are replicas, may do nothing meanwhile: routers count the tokens of this one.
+    """
+    alone = parallel_state.get_tensor_model_parallel_group()
+    assert dist.get_world_size(alone) == 1
     half = config.num_layers // 2
     model = [
         GPTModel(post_process=False, config=config, layers=range(half)),
         GPTModel(pre_process=False, config=config, layers=range(half, config.num_layers)),
     ]
-    return train([each.to(parameter_device()) for each in model], forward_backward_no_pipelining, data_parallel=False)
+    model = [each.to(parameter_device()) for each in model]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parallel_state, "get_tensor_and_data_parallel_group", lambda **_: alone)
+        return train(model, forward_backward_no_pipelining, data_parallel=False)
 
 
 def train_in(layout: Layout, **options: Any) -> Trained:
@@ -177,13 +187,8 @@ def reference(layers: int, **options: Any) -> Trained:
     """Return the results of one process, computed by rank 0, sent to all and cached."""
     key = (layers, *sorted(options.items()))
     if key not in _alone:
-        # Routers with a bias add up the tokens of all ranks, so that all train the same.
-        everywhere = options.get("moe_router_enable_expert_bias", False)
         with groups(Layout()):
-            found = [train_alone(config_of(layers, **options)) if everywhere or dist.get_rank() == 0 else None]
-        if not everywhere:
-            dist.broadcast_object_list(found)
-        _alone[key] = found[0]
+            _alone[key] = from_first_rank(lambda: train_alone(config_of(layers, **options)))
     return _alone[key]
 
 

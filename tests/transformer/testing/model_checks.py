@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,10 +32,27 @@ from apex.transformer.pipeline_parallel.schedules.common import _get_params_for_
 from apex.transformer.testing import global_vars
 from apex.transformer.testing.standalone_bert import BertModel, bert_model_provider
 from apex.transformer.testing.standalone_gpt import GPTModel, gpt_model_provider
-from apex.transformer.testing.standalone_transformer_lm import ParallelTransformerLayer, stage_layers
+from apex.transformer.testing.standalone_transformer_lm import (
+    ParallelTransformerLayer,
+    TransformerConfig,
+    stage_layers,
+)
+from tests.support.grids import pairs
 
 from .gpt import LENGTH, WORDS, Layout, config_of, groups, part_of, reference, train
 from .grid_checks import SOME, checks
+
+KINDS: tuple[dict[str, Any], ...] = ({}, {"position_embedding": "rope", "activation": "swiglu"})
+# Tensor-parallel ranks, options, and whether they change no bit.
+OPTIONS: tuple[tuple[int, dict[str, Any], bool], ...] = (
+    (1, {"recompute": "selective"}, True),
+    (1, {"recompute": "full"}, True),
+    (1, {"recompute": "full", "recompute_method": "block"}, True),
+    (1, {"attention": "sdpa"}, False),
+    (4, {}, False),
+    (4, {"recompute": "full", "distribute_saved_activations": True}, False),
+    (4, {"recompute": "full", "sequence_parallel": True, "recompute_num_layers": 2}, False),
+)
 
 
 def words_of(batch: int, seed: int = 5) -> tuple[Tensor, Tensor]:
@@ -55,31 +73,26 @@ def gradients_of(model: nn.Module, *, data_parallel: bool | None = None) -> dict
 def every_option_of_one_stage(rank: int) -> None:
     """Recomputation and offloading change no bit; other ways to compute the same stay close."""
     inputs, labels = words_of(2)
-    for others in ({}, {"position_embedding": "rope", "activation": "swiglu"}):
-        base = config_of(2, params_dtype=torch.float64, **others)
+
+    @functools.cache
+    def of_one_process(kind: int) -> tuple[TransformerConfig, dict[str, Tensor | None], Tensor]:
+        base = config_of(2, params_dtype=torch.float64, **KINDS[kind])
         with groups(Layout()):
             whole = gpt(config=base)
             whole(inputs, labels=labels).mean().backward()
-            expected = {name: p.grad for name, p in whole.named_parameters()}
-            logits = whole(inputs)
-        for tensor, changes, exact in (
-            (1, {"recompute": "selective"}, True),
-            (1, {"recompute": "full"}, True),
-            (1, {"recompute": "full", "recompute_method": "block"}, True),
-            (1, {"attention": "sdpa"}, False),
-            (4, {}, False),
-            (4, {"recompute": "full", "distribute_saved_activations": True}, False),
-            (4, {"recompute": "full", "sequence_parallel": True, "recompute_num_layers": 2}, False),
-        ):
-            with groups(Layout(tensor)):
-                model = gpt(config=replace(base, **changes), cpu_offload=exact)
-                model(inputs, labels=labels, reduction="none" if exact else "mean").mean().backward()
-                for name, found in gradients_of(model, data_parallel=False).items():
-                    wanted = part_of(expected[name], model.get_parameter(name))
-                    tolerance = 0.0 if exact else 1e-12
-                    torch.testing.assert_close(found, wanted, rtol=0, atol=tolerance, msg=f"{changes}, {name}")
-                gathered = gpt(config=replace(base, **changes), parallel_output=False)(inputs)
-                torch.testing.assert_close(gathered, logits, rtol=0, atol=1e-12)
+            return base, {name: p.grad for name, p in whole.named_parameters()}, whole(inputs)
+
+    for (tensor, changes, exact), kind in pairs(OPTIONS, range(len(KINDS)), each=1):
+        base, expected, logits = of_one_process(kind)
+        with groups(Layout(tensor)):
+            model = gpt(config=replace(base, **changes), cpu_offload=exact)
+            model(inputs, labels=labels, reduction="none" if exact else "mean").mean().backward()
+            for name, found in gradients_of(model, data_parallel=False).items():
+                wanted = part_of(expected[name], model.get_parameter(name))
+                tolerance = 0.0 if exact else 1e-12
+                torch.testing.assert_close(found, wanted, rtol=0, atol=tolerance, msg=f"{changes}, {name}")
+            gathered = gpt(config=replace(base, **changes), parallel_output=False)(inputs)
+            torch.testing.assert_close(gathered, logits, rtol=0, atol=1e-12)
 
 
 def masks_and_dropout(rank: int) -> None:

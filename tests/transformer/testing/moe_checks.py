@@ -20,6 +20,7 @@ from apex.transformer._resharding.gathered import full_shape, full_tensor, local
 from apex.transformer.moe import MoELayer
 from apex.transformer.pipeline_parallel import build_model, get_forward_backward_func, utils
 from apex.transformer.testing.standalone_gpt import gpt_model_provider
+from tests.support.grids import full_grids
 from tests.transformer.small_gpt import parts, whole
 
 from .gpt import LENGTH, WORDS, Layout, config_of, groups, reference, step_function, train_in, worst_difference
@@ -223,6 +224,8 @@ def several_optimizers(rank: int) -> None:
 
 def refusals(rank: int) -> None:
     """Sizes that do not fit, and ranks with other numbers of tokens, are errors in every rank."""
+    if dist.get_world_size() > 4 and not full_grids():
+        return
     with groups(Layout(expert=dist.get_world_size())):
         with pytest.raises(ValueError, match=r"num_moe_experts=9 is not divisible by . expert-parallel ranks"):
             MoELayer(config_of(2, **{**EXPERTS, "num_moe_experts": 9}))
@@ -324,6 +327,8 @@ def fully_sharded(rank: int) -> None:
 
 def losses_without_a_schedule(rank: int) -> None:
     """Losses of routers do not depend on the split of sequences in a loop that calls `backward` itself."""
+    if dist.get_world_size() > 4 and not full_grids():
+        return
     from apex.transformer.context_parallel import get_batch_on_this_cp_rank
     from apex.transformer.testing.standalone_gpt import GPTModel
 
