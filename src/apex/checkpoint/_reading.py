@@ -103,10 +103,10 @@ def metadata_of(generation: Generation) -> metadata.Metadata:
 class Reader(FileSystemReader):
     """PyTorch's reader for the files of one `Generation`; the metadata is read once, by the restricted unpickler."""
 
-    def __init__(self, generation: Generation) -> None:
+    def __init__(self, generation: Generation, contents: metadata.Metadata | None = None) -> None:
         super().__init__(generation.folder)
         self.generation = generation
-        self.contents = metadata_of(generation)
+        self.contents = contents or metadata_of(generation)
         self.fs = _Files(generation)
 
     def __enter__(self) -> Reader:

@@ -174,12 +174,12 @@ def open_checked(path: str | os.PathLike[str]) -> Reader:
     wait()
     failure: tuple[type[Exception], str] | None = None
     generation: Generation | None = None
-    folder, manifest = Path(path), None
+    folder, manifest, contents = Path(path), None, None
     if is_first():
         try:
             generation = Generation(folder)
             generation.check()
-            checked_metadata(generation)
+            contents = checked_metadata(generation)
             manifest = generation.manifest
         except FileNotFoundError as error:
             hint = ", but a file of this name, which apex.checkpoint.load reads" if folder.is_file() else ""
@@ -196,7 +196,7 @@ def open_checked(path: str | os.PathLike[str]) -> Reader:
         generation = generation or Generation(folder, hold=lambda name: False)
         if generation.manifest != manifest:
             raise RuntimeError(f"the checkpoint {folder} was replaced while it was read; load it again")
-        return Reader(generation)
+        return Reader(generation, contents)
 
 
 def fill(state: dict[str, Any], reader: Reader) -> None:
