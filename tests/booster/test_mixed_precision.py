@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from apex.booster.mixed_precision import (
     MixedPrecision,
     mixed_precision_factory,
 )
+from apex.optimizers import FusedAdam
 from apex.transformer.amp import HysteresisScaler
 
 from .problem import OPTIMIZERS, assert_as_plain, assert_equal, net, plain, train
@@ -312,6 +314,22 @@ def test_half_precision_weights_under_autocast_are_refused(precision: str, dtype
     make(precision).boost(model)
     model.requires_grad_(False)
     make(precision).boost(model, torch.optim.SGD([model.weight, nn.Parameter(torch.ones(2))], lr=0.1))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_bfloat16_weights_without_float32_values_bring_a_warning(precision: str) -> None:
+    def messages(**options: Any) -> list[str]:
+        model = nn.Linear(16, 16).bfloat16()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            make(precision).boost(model, FusedAdam(model.parameters(), **options))
+        return [str(warning.message) for warning in caught if "updates of less than" in str(warning.message)]
+
+    [message] = messages()
+    assert "2 trained parameters are bfloat16 (weight is the first), and FusedAdam keeps no float32" in message
+    assert not messages(master_weights=True)
+    assert not messages(stochastic_rounding=True)
+    assert not messages(master_bits=32)
 
 
 class Doubled(MixedPrecision):

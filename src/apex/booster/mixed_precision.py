@@ -14,6 +14,7 @@ from ..amp import _autocast
 from ..amp._amp_state import HALF, _amp_state
 from ..ops._host import on_host
 from ..transformer.amp import GradScaler, HysteresisScaler
+from ._masters import has_state_masters
 from ._precision import CastModel, MixedOptimizer, autocast_criterion, cast_weights
 from ._warnings import warn_user
 from .wrappers import OptimizerWrapper, unwrapped
@@ -61,6 +62,7 @@ class Precision(MixedPrecision):
         assert self.dtype is not None
         if optimizer is not None:
             change_each(model, self._check_weights)
+            change_each(model, lambda chunk: _warn_of_lost_updates(chunk, optimizer))
         boosted = change_each(model, lambda chunk: CastModel(chunk, autocast=self.dtype))
         wrapped = None if optimizer is None else MixedOptimizer(optimizer, self.scaler())
         return boosted, wrapped, autocast_criterion(criterion, self.dtype)
@@ -85,6 +87,20 @@ class Precision(MixedPrecision):
         boosted = change_each(model, lambda chunk: CastModel(chunk, **casts, masters=masters))
         wrapped = None if optimizer is None else MixedOptimizer(optimizer, self.scaler(), masters)
         return boosted, wrapped, criterion
+
+
+def _warn_of_lost_updates(model: nn.Module, optimizer: Any) -> None:
+    """Warn if trained weights are bfloat16 and a known optimizer keeps no more precise values of them."""
+    names = [name for name, param in model.named_parameters() if param.requires_grad and param.dtype == torch.bfloat16]
+    known = type(optimizer).step.__module__.startswith(("torch.optim.", "apex."))
+    exact = has_state_masters(optimizer) or getattr(optimizer, "_takes_gradients", False)  # ZeRO has float32 weights
+    if names and known and not exact and not getattr(optimizer, "stochastic_rounding", False):
+        warn_user(
+            f"{len(names)} trained parameters are bfloat16 ({names[0]} is the first), and {type(optimizer).__name__} "
+            "keeps no float32 values of them: updates of less than 1/512 of a weight are lost. Call model.float() "
+            'before the optimizer is made, or use BF16MixedPrecision("O5") or FP8MixedPrecision(opt_level="O5"), which '
+            "keep float32 masters"
+        )
 
 
 def change_each(model: Any, change: Callable[[nn.Module], Any]) -> Any:
