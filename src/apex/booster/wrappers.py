@@ -14,6 +14,7 @@ from .._distributed.comparison import check_settings, optimizer_settings
 from .._distributed.experts import scaled_router_losses
 from .._distributed.norms import total_norm
 from ..amp._checks import check_loss
+from ._warnings import warn_user
 
 __all__ = ["ModelWrapper", "OptimizerWrapper"]
 
@@ -55,6 +56,11 @@ class ModelWrapper(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has no optimizer, so that nothing would keep its masters equal to its weights.
+        if self.masters is not None:
+            warn_user(
+                "a copy or pickle of a boosted model has half-precision weights without the float32 masters: a slow "
+                "moving average does not move in it. Save and average model.state_dict(), which has the float32 values"
+            )
         return {name: value for name, value in vars(self).items() if name not in ("_optimizer", "masters")}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
