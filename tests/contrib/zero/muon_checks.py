@@ -252,6 +252,11 @@ def refusals(rank: int) -> None:
     before = [param.detach().clone() for param in params]
     with pytest.raises(ValueError, match="momentum_buffer::quantized"):
         optimizer.load_state_dict(encoded.state_dict())
+    rows_params, rows_groups = made(beta2=0.9)
+    with_rows = FusedMuon(rows_groups, **EXACT)
+    train(with_rows, rows_params, [0], range(1))
+    with pytest.raises(ValueError, match="it is of NorMuon, so give the parameter groups"):
+        optimizer.load_state_dict(with_rows.state_dict())
     assert all(map(torch.equal, before, params))
     optimizer.load_state_dict(encoded.state_dict(decoded=True))
 

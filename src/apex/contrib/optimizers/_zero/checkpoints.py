@@ -289,10 +289,12 @@ def _whole_slices(optimizer: Any, saved: dict[str, Any]) -> Iterator[StateSlice]
                 continue
             name = PARAM if saved_name == MASTER else saved_name  # as other optimizers of apex call it
             if name not in known:
+                cause = "it is of another algorithm, or encoded (then save it with state_dict(decoded=True))"
+                if name == SQUARES:
+                    cause = "it is of NorMuon, so give the parameter groups of DistributedFusedMuon the option beta2"
                 raise ValueError(
                     f"the state dict has {saved_name!r} for a parameter of shape {tuple(param.shape)}, which "
-                    f"{type(optimizer).__name__} does not keep: it is of another algorithm, or encoded (then save it "
-                    "with state_dict(decoded=True))"
+                    f"{type(optimizer).__name__} does not keep: {cause}"
                 )
             if name == SQUARES and value.numel() in (math.prod(param.shape[:-1]), param.shape[0]):
                 rows = param.shape[:-1] if value.numel() == math.prod(param.shape[:-1]) else param.shape[:1]
