@@ -145,7 +145,7 @@ def _reference(name: str) -> str:
     for member in dict.fromkeys((*PACKAGES[name], *members)):
         value = getattr(package, member)
         is_documented = inspect.isroutine(value) or inspect.isclass(value)
-        if is_documented and value.__module__.startswith("apex"):  # PyTorch's names that a package passes on are not
+        if is_documented and str(value.__module__).startswith("apex"):  # names of PyTorch are not, nor built-in ones
             parts.append(f"::: {value.__module__}.{value.__qualname__}")
     return "\n\n".join(parts) + "\n"
 

@@ -60,14 +60,18 @@ def _numbered(number: int) -> Iterator[None]:
 
     PyTorch makes the name from the ranks and from the number of groups of this process. Ranks in different numbers of
     groups would wait for each other forever, and the name of a destroyed group would lead to its closed connections.
-    Placeholders raise the number of groups to `number`.
+    Placeholders raise the number of groups to `number`. PyTorch 2.15 takes the number of groups ever made instead and
+    counts this one, too: later groups of all ranks would have other names in the ranks of this one.
     """
-    names: Any = dist.distributed_c10d._world.pg_names
+    world: Any = dist.distributed_c10d._world
+    names, count = world.pg_names, world.group_count
     placeholders: list[Any] = [object() for _ in range(number - len(names))]
     names.update((placeholder, f"placeholder {index}") for index, placeholder in enumerate(placeholders))
+    world.group_count = number
     try:
         yield
     finally:
+        world.group_count = count
         for placeholder in placeholders:
             del names[placeholder]
 
