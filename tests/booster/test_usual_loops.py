@@ -8,6 +8,7 @@ import pickle
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -153,6 +154,26 @@ def test_the_state_dict_of_a_copy_has_the_weights_of_the_copy(way: Any, fused: b
             param.fill_(3.0)
     assert all(bool((value == 3.0).all()) for value in average.state_dict().values())
     assert not any(bool((value == 3.0).any()) for value in model.state_dict().values())
+
+
+class Pretrained(nn.Linear):
+    """A model that writes its files as those of transformers do."""
+
+    def save_pretrained(self, folder: Path) -> None:
+        torch.save((next(self.parameters()).dtype, self.state_dict()), folder / "model")
+
+
+@pytest.mark.parametrize("options", [{}, {"master_weights": True}, {"master_bits": 32}])
+def test_save_pretrained_writes_the_exact_weights(options: Any, tmp_path: Path) -> None:
+    inner = Pretrained(8, 8)
+    model, _optimizer, *_ = Booster("cpu", O5).boost(inner, FusedAdam(inner.parameters(), **options))
+    model.save_pretrained(tmp_path)
+    dtype, state = torch.load(tmp_path / "model", weights_only=False)
+    assert (inner.weight.dtype, dtype) == (torch.bfloat16, torch.float32)
+    assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
+    assert not torch.equal(state["weight"], inner.weight)
+    assert inner.state_dict()["weight"].dtype == torch.bfloat16
+    assert not hasattr(Booster("cpu", O5).boost(nn.Linear(8, 8))[0], "save_pretrained")
 
 
 def test_exact_weights_outlive_a_fused_optimizer() -> None:

@@ -250,8 +250,8 @@ class Booster:
         adapted = unwrapped(model)
         if not hasattr(adapted, "save_pretrained"):
             raise TypeError(f"model must be one with adapters, from enable_lora, not a {type(adapted).__name__}")
-        options = {"safe_serialization": use_safetensors}
-        files = AdapterFolder(lambda folder: adapted.save_pretrained(str(folder), **options))
+        save = getattr(model, "save_pretrained", adapted.save_pretrained)  # a boosted model's has the master weights
+        files = AdapterFolder(lambda folder: save(str(folder), safe_serialization=use_safetensors))
         CheckpointIO()._write(lambda _: files, checkpoint, False, "host", "wait")
 
 

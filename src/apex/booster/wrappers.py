@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from .._distributed.comparison import check_settings, optimizer_settings
 from .._distributed.experts import scaled_router_losses
 from .._distributed.norms import total_norm
 from ..amp._checks import check_loss
+from ..amp._pretrained import SavePretrained
 from ._warnings import warn_user
 
 __all__ = ["ModelWrapper", "OptimizerWrapper"]
@@ -52,6 +54,8 @@ class ModelWrapper(nn.Module):
         except AttributeError:
             if name == "module":  # __init__ has not set it yet
                 raise
+            if name == "save_pretrained" and hasattr(unwrapped(self), name):
+                return functools.partial(_save_pretrained, self)
             return getattr(self.module, name)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -87,10 +91,7 @@ class ModelWrapper(nn.Module):
         state = unwrapped(self).state_dict(*args, **kwargs)
         masters = masters_of(self)
         if getattr(masters, "is_local", False) and not kwargs.get("keep_vars", False):
-            prefix, exact = kwargs.get("prefix", ""), masters.read()
-            for name, param in unwrapped(self).named_parameters(remove_duplicate=False):
-                if param in exact and prefix + name in state:
-                    state[prefix + name] = exact[param]
+            _put_masters(unwrapped(self), state, kwargs.get("prefix", ""), masters)
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -120,6 +121,28 @@ class ModelWrapper(nn.Module):
             masters.write(
                 {param: value for param, value in pairs if isinstance(value, Tensor) and value.shape == param.shape}
             )
+
+
+def _put_masters(model: nn.Module, state: dict[str, Any], prefix: str, masters: Any) -> None:
+    """Replace the entries of a state dict of the user's model by the float32 master weights of this process."""
+    exact = masters.read()
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if param in exact and prefix + name in state:
+            state[prefix + name] = exact[param]
+
+
+def _save_pretrained(model: ModelWrapper, *args: Any, **kwargs: Any) -> Any:
+    """Call `save_pretrained` of the user's model, which writes the float32 master weights of this process."""
+    inner, masters = unwrapped(model), masters_of(model)
+    if not getattr(masters, "is_local", False):
+        return inner.save_pretrained(*args, **kwargs)
+    hook = inner.register_state_dict_post_hook(
+        lambda module, state, prefix, _: _put_masters(module, state, prefix, masters)
+    )
+    try:
+        return SavePretrained(inner)(*args, **kwargs)
+    finally:
+        hook.remove()
 
 
 def masters_of(model: Any) -> Any:
