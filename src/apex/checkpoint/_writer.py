@@ -64,6 +64,7 @@ class Meeting:
                 timeout=timeout,
                 wait_for_workers=False,
                 master_listen_fd=self.listener,
+                use_libuv=False,  # libuv's server in PyTorch 2.6 does not answer on a socket that it was given
             )
             dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.ranks, timeout=timeout)
 

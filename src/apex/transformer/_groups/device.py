@@ -7,10 +7,7 @@ import torch
 
 def parameter_device() -> torch.device:
     """Return torch's default device if it is not the CPU, else the current GPU, else the CPU."""
-    try:
-        device = torch.get_default_device()
-    except AttributeError:  # PyTorch 2.6 after set_default_device(None)
-        device = torch.device("cpu")
+    device = torch.empty(0).device  # torch.get_default_device of PyTorch 2.6 does not see `with torch.device(...)`
     if device.type == "cpu" and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return device

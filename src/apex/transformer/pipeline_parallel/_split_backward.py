@@ -33,6 +33,8 @@ def backward_input(
     uses = Counter(leaf for leaves in joins.values() for leaf in leaves)
     computed_now: list[Tensor] = list(uses) if any(count > 1 for count in uses.values()) else []
     arrived: dict[Node, Any] = {}
+    # Keeps the graph: before PyTorch 2.13 `arrived` does not, of nodes of an autograd.Function.
+    kept = [output]
 
     def record_gradients(node: Node) -> Any:
         return node.register_prehook(lambda gradients: arrived.__setitem__(node, gradients))
@@ -57,6 +59,7 @@ def backward_input(
                 parts = torch.autograd.grad(edges, joins[node], output_gradients, retain_graph=True, allow_unused=True)
             total.update({leaf: part for leaf, part in zip(joins[node], parts, strict=True) if part is not None})
         arrived.clear()
+        kept.clear()
         if total:
             torch.autograd.backward(list(total), list(total.values()))
 
