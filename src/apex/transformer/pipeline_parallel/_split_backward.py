@@ -33,7 +33,7 @@ def backward_input(
     uses = Counter(leaf for leaves in joins.values() for leaf in leaves)
     computed_now: list[Tensor] = list(uses) if any(count > 1 for count in uses.values()) else []
     arrived: dict[Node, Any] = {}
-    # Keeps the graph: before PyTorch 2.13 `arrived` does not, of nodes of an autograd.Function.
+    # Keeps the graph alive: in PyTorch 2.6 to 2.9 the keys of `arrived` do not, if they are an autograd.Function's.
     kept = [output]
 
     def record_gradients(node: Node) -> Any:
