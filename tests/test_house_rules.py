@@ -321,6 +321,11 @@ def test_the_rule_about_defaults_can_fail(code: str) -> None:
     assert made_without_device_or_dtype(ast.parse(f"x = nn.Parameter({code})")) == []
 
 
+def test_the_default_device_is_found_in_one_way() -> None:
+    """`torch.get_default_device` of PyTorch 2.6 raises after `set_default_device(None)`."""
+    assert [name_of(path) for path in FILES if "get_default_device(" in path.read_text(encoding="utf-8")] == []
+
+
 def private_attributes(code: ast.Module, name: str) -> list[str]:
     """Return the private attributes of a variable `name` that a file uses."""
     attributes = [node for node in nodes(code) if isinstance(node, ast.Attribute)]

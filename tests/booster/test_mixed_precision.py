@@ -318,18 +318,26 @@ def test_half_precision_weights_under_autocast_are_refused(precision: str, dtype
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 def test_bfloat16_weights_without_float32_values_bring_a_warning(precision: str) -> None:
-    def messages(**options: Any) -> list[str]:
-        model = nn.Linear(16, 16).bfloat16()
+    def messages(cls: Any = FusedAdam, first: int = 0, **options: Any) -> list[str]:
+        model = nn.Sequential(nn.Linear(16, 16).bfloat16(), nn.Linear(16, 16))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            make(precision).boost(model, FusedAdam(model.parameters(), **options))
+            make(precision).boost(model, cls(model[first:].parameters(), **options))
         return [str(warning.message) for warning in caught if "updates of less than" in str(warning.message)]
 
     [message] = messages()
-    assert "2 trained parameters are bfloat16 (weight is the first), and FusedAdam keeps no float32" in message
+    assert "2 trained parameters are bfloat16 (0.weight is the first), and FusedAdam keeps no float32" in message
     assert not messages(master_weights=True)
     assert not messages(stochastic_rounding=True)
     assert not messages(master_bits=32)
+    assert not messages(first=1)  # an adapter, say
+
+    class Exact(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            """Update as nobody knows."""
+
+    assert messages(torch.optim.SGD, lr=0.1)
+    assert not messages(Exact, lr=0.1)
 
 
 class Doubled(MixedPrecision):

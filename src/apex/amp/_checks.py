@@ -12,6 +12,14 @@ from torch import Tensor
 # Scales and their reciprocals are float32.
 _SMALLEST, _LARGEST = torch.finfo(torch.float32).smallest_normal, torch.finfo(torch.float32).max
 
+# Beginnings of the modules of optimizers whose algorithms are known.
+OWNERS = ("torch.optim.", "apex.")
+
+
+def has_known_step(optimizer: Any) -> bool:
+    """Return whether an optimizer has a step of PyTorch or apex; a class that overrides it is another algorithm."""
+    return getattr(getattr(type(optimizer), "step", None), "__module__", "").startswith(OWNERS)
+
 
 def is_flag(value: Any) -> bool:
     """Return whether a value can be a flag: a bool, an integer, a NumPy bool, or None for "not given"."""

@@ -27,7 +27,7 @@ from ..ops import _graph_numbers
 from ..ops.multi_tensor import scale, zero
 from . import _autocast
 from ._amp_state import _amp_state
-from ._checks import check_flags, check_known, check_loss, checked_optimizers
+from ._checks import check_flags, check_known, check_loss, checked_optimizers, has_known_step
 from ._gradient_checks import check_gradients, check_reduced, warn_of_changes
 from ._master_params import AmpOptimizerState, adopt_changes, adopt_frozen, agree, sparse_copy
 from .opt import AmpHandle as AmpHandle
@@ -429,8 +429,7 @@ def masters_to_model(self: Any) -> None:
 
 def _calls_closure_first(optimizer: Any) -> bool:
     """Return whether a step is known to call its closure once, before anything else: then amp can call it instead."""
-    module = getattr(getattr(type(optimizer), "step", None), "__module__", "")
-    return module.startswith(("torch.optim.", "apex.")) and not isinstance(optimizer, torch.optim.LBFGS)
+    return has_known_step(optimizer) and not isinstance(optimizer, torch.optim.LBFGS)
 
 
 def _step_with_closure(

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..amp._checks import checked_number, checked_scale
+from ..amp._checks import OWNERS, checked_number, checked_scale, has_known_step
 from ..transformer._resharding.gathered import full_shape
 from .wrappers import OptimizerWrapper
 
@@ -28,8 +28,6 @@ _ELEMENTWISE = {
 }
 # State among `_ELEMENTWISE` names that has one value per parameter in an algorithm, by algorithm.
 _NUMBERS = {"NOVOGRAD": {"exp_avg_sq"}}
-# Modules of optimizers whose algorithms are known.
-_OWNERS = ("torch.optim.", "apex.")
 
 
 def algorithm_of(optimizer: OptimizerWrapper) -> str:
@@ -39,8 +37,8 @@ def algorithm_of(optimizer: OptimizerWrapper) -> str:
     PyTorch or apex has the name of that optimizer.
     """
     kind = type(optimizer.unwrap())
-    if kind.step.__module__.startswith(_OWNERS):
-        kind = next(base for base in kind.__mro__ if base.__module__.startswith(_OWNERS))
+    if has_known_step(optimizer.unwrap()):
+        kind = next(base for base in kind.__mro__ if base.__module__.startswith(OWNERS))
     return _algorithm(kind.__name__)
 
 

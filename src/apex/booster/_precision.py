@@ -15,6 +15,7 @@ from ..amp._amp_state import HALF, AmpState
 from ..amp._model_casts import ForwardCasts, _cast_model
 from ..amp.scaler import NonfiniteCounts, OverflowMessages
 from ..logging import get_dist_logger
+from ..ops._host import default_device
 from ..ops.multi_tensor import scale
 from ..transformer.amp import GradScaler
 from ._masters import Masters, StateMasters, has_state_masters
@@ -70,7 +71,7 @@ def _device_type(module: nn.Module, args: Any, kwargs: Any) -> str:
     for tensor in module.parameters():
         return tensor.device.type
     tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-    return next((tensor.device.type for tensor in tensors), torch.get_default_device().type)
+    return next((tensor.device.type for tensor in tensors), default_device().type)
 
 
 def autocast_criterion(criterion: Any, dtype: torch.dtype) -> Any:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .._distributed.experts import is_expert
 from ..amp._amp_state import HALF
+from ..amp._checks import has_known_step
 from ..contrib.optimizers._zero.checkpoints import gather, packed_groups
 from ..contrib.optimizers._zero.state import PARAM
 from ..contrib.optimizers.distributed_fused_adam import DistributedFusedAdam
@@ -51,8 +52,7 @@ def zero_optimizer(
     `load_plain_state` once all parameters have been cast.
     """
     groups = optimizer.param_groups
-    # A subclass that overrides `step` is another algorithm.
-    known = type(optimizer).step.__module__.startswith(("torch.optim.", "apex."))
+    known = has_known_step(optimizer)
     if known and isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW, FusedAdam)):
         kind: type[DistributedFusedAdam] = DistributedFusedAdam
         decoupled = isinstance(optimizer, torch.optim.AdamW) or bool(getattr(optimizer, "adam_w_mode", False))

@@ -18,6 +18,7 @@ from ..amp._checks import check_loss
 from ..checkpoint._huggingface import AdapterFolder
 from ..checkpoint._ranks import is_first
 from ..lazy._recorded import materialize
+from ..ops._host import default_device
 from ._report import StageReport
 from ._stages import Stages
 from .checkpoint_io import CheckpointIO
@@ -329,7 +330,7 @@ def _check_device(model: nn.Module) -> None:
 def _default_device() -> torch.device:
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None:
-        return torch.get_default_device()
+        return default_device()
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 

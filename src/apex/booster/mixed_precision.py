@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..amp import _autocast
 from ..amp._amp_state import HALF, _amp_state
+from ..amp._checks import has_known_step
 from ..ops._host import on_host
 from ..transformer.amp import GradScaler, HysteresisScaler
 from ._masters import has_state_masters
@@ -90,11 +91,11 @@ class Precision(MixedPrecision):
 
 
 def _warn_of_lost_updates(model: nn.Module, optimizer: Any) -> None:
-    """Warn if trained weights are bfloat16 and a known optimizer keeps no more precise values of them."""
-    names = [name for name, param in model.named_parameters() if param.requires_grad and param.dtype == torch.bfloat16]
-    known = type(optimizer).step.__module__.startswith(("torch.optim.", "apex."))
+    """Warn if the optimizer trains bfloat16 weights and keeps no more precise values of them."""
+    trained = {param for group in optimizer.param_groups for param in group["params"] if param.requires_grad}
+    names = [name for name, param in model.named_parameters() if param in trained and param.dtype == torch.bfloat16]
     exact = has_state_masters(optimizer) or getattr(optimizer, "_takes_gradients", False)  # ZeRO has float32 weights
-    if names and known and not exact and not getattr(optimizer, "stochastic_rounding", False):
+    if names and has_known_step(optimizer) and not exact and not getattr(optimizer, "stochastic_rounding", False):
         warn_user(
             f"{len(names)} trained parameters are bfloat16 ({names[0]} is the first), and {type(optimizer).__name__} "
             "keeps no float32 values of them: updates of less than 1/512 of a weight are lost. Call model.float() "

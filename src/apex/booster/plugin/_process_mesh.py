@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ..._distributed.groups import make_mesh
+from ...ops._host import default_device
 from ...transformer.pipeline_parallel._schedule import Placement
 
 
@@ -69,4 +70,4 @@ class StageManager(NamedTuple):
 def mesh_of_all(shape: tuple[int, ...], names: tuple[str, ...]) -> Any:
     """Make a DeviceMesh of all processes on the accelerator, or on the default device if there is none."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return make_mesh((accelerator or torch.get_default_device()).type, shape, names)
+    return make_mesh((accelerator or default_device()).type, shape, names)
