@@ -15,7 +15,7 @@ from torch import nn
 
 from apex.checkpoint import save_sharded
 from apex.transformer import checkpoint
-from apex.transformer._resharding import shards
+from apex.transformer._resharding import model_parts, shards
 
 
 @settings(max_examples=60, deadline=None)
@@ -131,3 +131,8 @@ def test_a_checkpoint_of_others(tmp_path: Path) -> None:
     save_sharded({"weight": torch.zeros(2)}, tmp_path / "plain")
     with pytest.raises(ValueError, match="plain was not written by apex"):
         checkpoint.load(tmp_path / "plain", nn.Linear(2, 1))
+
+
+def test_a_stage_that_has_frozen_a_group_does_not_give_its_step_count() -> None:
+    stages = [[({"lr": 1.0}, 2)], [({"lr": 1.0, "step": torch.tensor([3])}, 1)], [({"lr": 1.0, "step": 9}, 0)]]
+    assert model_parts._options(stages) == [{"lr": 1.0, "step": 3}]

@@ -143,11 +143,12 @@ def divided_state(
     divided._settle()
     params, names = list(divided.parameters()), divided._state_names()
     numbers = {param: number for number, param in enumerate(params)}
-    count = torch.tensor(float(divided._steps.settle()), dtype=torch.float32, device=HOST)
+    counts = {number: float(group["step"]) for group in divided._counted_groups() for number in group["params"]}
 
     def read(keys: list[int]) -> dict[int, Any]:
         states = _gathered(divided, keep, [params[key] for key in keys], names)
-        return {numbers[param]: {"step": count.clone(), **state} for param, state in states.items()}
+        steps = {param: torch.tensor(counts[numbers[param]], dtype=torch.float32, device=HOST) for param in states}
+        return {numbers[param]: {"step": steps[param], **state} for param, state in states.items()}
 
     held = {param for state in divided._states for param in state.arena.params}
     sizes = {numbers[param]: 4 * len(names) * param.numel() for param in held}

@@ -163,7 +163,7 @@ def load_state(optimizer: Any, state_dict: dict[str, Any], load: Callable[[dict[
     if any(group.get("maximize") for group in state_dict["param_groups"]):
         raise ValueError("the state dict has maximize=True; fused optimizers only minimise: negate the loss")
     before = [dict(group) for group in optimizer.param_groups]
-    counts = _step_counts(state_dict)
+    counts = step_counts(state_dict)
     # PyTorch would copy all state to the device, also state that is kept elsewhere.
     load(state_dict if optimizer._place_state is None else {**state_dict, "state": {}})
     for group, previous, count in zip(optimizer.param_groups, before, counts, strict=True):
@@ -195,7 +195,7 @@ def load_state(optimizer: Any, state_dict: dict[str, Any], load: Callable[[dict[
 def _from_distributed(optimizer: Any, state_dict: Any) -> Any:
     """Convert a state dict of DistributedFusedAdam to FusedAdam's format.
 
-    The step count moves to the groups, and master weights get another name.
+    Master weights get another name. Earlier versions saved one step count, which becomes that of every group.
     """
     if not isinstance(state_dict, Mapping) or state_dict.get("format") is None:
         return state_dict
@@ -205,7 +205,7 @@ def _from_distributed(optimizer: Any, state_dict: Any) -> Any:
             "dicts; state_dict(state_dict_format=2) makes one that it does"
         )
     state = {key: dict(value) for key, value in state_dict["state"].items() if key != "step"}
-    saved_groups = [{**group, "step": state_dict["state"]["step"]} for group in state_dict["param_groups"]]
+    saved_groups = [{"step": state_dict["state"]["step"], **group} for group in state_dict["param_groups"]]
     params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     for key, param in zip(chain.from_iterable(group["params"] for group in saved_groups), params, strict=False):
         master = state.get(key, {}).pop("param", None)
@@ -223,7 +223,7 @@ def _restored(value: Any, param: Tensor) -> Any:
     return moved if moved.shape != param.shape else torch.empty_like(param, dtype=value.dtype).copy_(moved)
 
 
-def _step_counts(state_dict: dict[str, Any]) -> list[Any]:
+def step_counts(state_dict: dict[str, Any]) -> list[Any]:
     """Return each group's step count: the group's own, or else its parameters'."""
     counts: list[Any] = []
     for group in state_dict["param_groups"]:

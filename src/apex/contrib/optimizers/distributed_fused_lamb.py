@@ -181,11 +181,11 @@ class DistributedFusedLAMB(ShardedOptimizer):
         if order is not None:
             trained.sort(key=lambda param: order[param])
         self.device = trained[0].device
+        self._steps = StepCount({}, self.device, capturable=True)
         self._add_arenas(trained, functools.partial(make_arena, groups=self._groups, buckets=self._num_buckets))
         if self._set_flat_param_view:
             self._viewed = [(param.data_ptr(), param) for param in trained]
         self._update = Update(self._states, self._gradients, self._groups)
-        self._steps = StepCount({}, self.device, capturable=True)
         self._overflow_buf = self._overflow_buf.to(self.device)
 
     def _new_state(self, arena: Arena) -> ArenaState:

@@ -143,13 +143,13 @@ class DistributedFusedMuon(DistributedFusedAdam):
             return MatrixState(arena, weights, self.param_groups, self._workspaces, format_of(self, arena))
         return ArenaState(arena, _STATE[algorithm], weights, format=format_of(self, arena))
 
-    def _update_arena(self, state: Any, step: Any, noop: Tensor | None, scale: Tensor | None) -> None:
+    def _update_arena(self, state: Any, counts: dict[int, Any], noop: Tensor | None, scale: Tensor | None) -> None:
         def update(key: Any, lists: Lists) -> None:
             if isinstance(state, MatrixState):
                 group = self.param_groups[key[0]]
                 state.directions[key].update(lists, group, noop=noop, grad_scale=scale)
             else:
-                encoded = self.state_format != "float32"
+                encoded, step = self.state_format != "float32", counts[key]
                 seed = StateSeed(seed_of(step)) if encoded else None
                 group = self.param_groups[key]
                 update_others(lists, group, step, encoded=encoded, noop=noop, grad_scale=scale, seed=seed)

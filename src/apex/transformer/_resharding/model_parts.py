@@ -111,10 +111,14 @@ class WholeModel:
 
 
 def _options(stages: list[list[tuple[dict[str, Any], int]]]) -> list[dict[str, Any]]:
-    """Return each group's options from the first stage with parameters in it, because only there steps are counted."""
+    """Return each group's options from the stage with parameters that has counted most steps of it.
+
+    A stage counts no steps of a group whose parameters it has frozen.
+    """
     if len({len(groups) for groups in stages}) != 1:
         raise ValueError(f"the optimizers of the stages have {list(map(len, stages))} parameter groups: make as many")
-    return [max(stage_groups, key=lambda group: group[1] > 0)[0] for stage_groups in zip(*stages, strict=True)]
+    most = lambda group: (group[1] > 0, int(group[0].get("step", 0)))  # noqa: E731
+    return [max(stage_groups, key=most)[0] for stage_groups in zip(*stages, strict=True)]
 
 
 def _numbered_paths(chunk: nn.Module) -> dict[str, str]:

@@ -21,7 +21,7 @@ def parameter_groups(optimizer: Any) -> list[Group]:
     """Return each parameter group's options and its model parameters (not the master weights that amp made)."""
     if not hasattr(optimizer, "param_groups"):
         raise TypeError(f"optimizer must be an optimizer or a list of optimizers, got {type(optimizer).__name__}")
-    saved = optimizer.param_groups if _is_divided(optimizer) else optimizer.state_dict()["param_groups"]
+    saved = optimizer._counted_groups() if _is_divided(optimizer) else optimizer.state_dict()["param_groups"]
     options = [{name: value for name, value in group.items() if name not in _OWN} for group in saved]
     return list(zip(options, _params(optimizer), strict=True))
 

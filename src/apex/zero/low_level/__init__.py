@@ -124,13 +124,14 @@ class LowLevelZeroOptimizer(MixedOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state in PyTorch's format and order, with the loss scale; all processes must call it."""
         saved = super().state_dict()
-        count = saved["state"].pop("step", None)
+        saved["state"].pop("step", None)
+        counted = [(float(group.pop("step")), group["params"]) for group in saved["param_groups"]]
+        counts = {
+            key: torch.tensor(step, dtype=torch.float32, device=HOST) for step, params in counted for key in params
+        }
         names = self.optim._state_names()
         saved["state"] = {
-            key: {
-                **({} if count is None else {"step": torch.tensor(float(count), dtype=torch.float32, device=HOST)}),
-                **{name: state[name] for name in names},
-            }
+            key: {"step": counts[key].clone(), **{name: state[name] for name in names}}
             for key, state in sorted(saved["state"].items())
         }
         return saved

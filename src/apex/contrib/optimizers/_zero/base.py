@@ -51,7 +51,10 @@ class GradientHooks:
 
 
 class StepCount:
-    """The number of steps, `state["step"]`: an int, or an int32 tensor [1] on the device if `capturable`."""
+    """The number of steps, `state["step"]`: an int, or an int32 tensor [1] on the device if `capturable`.
+
+    A parameter group counts the steps since its parameters got state: an update uses its own count (`by_group`).
+    """
 
     def __init__(self, state: dict[Any, Any], device: torch.device, capturable: bool) -> None:
         self._state = state
@@ -59,6 +62,8 @@ class StepCount:
         self._capturable = capturable
         # Number of steps skipped for an overflow that the host has not read from the device yet.
         self._skipped: Tensor | None = None
+        # Steps before a parameter group had state, by its number: an int, or a float64 scalar if `capturable`.
+        self._before: dict[int, Any] = {}
         self.set(0)
 
     @property
@@ -83,6 +88,17 @@ class StepCount:
         self._skipped += noop.reshape(()) != 0
         return step
 
+    def start(self, groups: Iterable[int]) -> None:
+        """Start the counts of parameter groups that have none; `groups` has their numbers."""
+        for number in set(groups).difference(self._before):
+            taken = self._state["step"].to(torch.float64).reshape(()) if self._capturable else self.settle()
+            self._before[number] = taken
+
+    def by_group(self, count: Any) -> dict[int, Any]:
+        """Return the count of each parameter group with state, by its number; `next` or `settle` returned `count`."""
+        alike = {taken: count - taken if self._capturable or taken else count for taken in set(self._before.values())}
+        return {number: alike[taken] for number, taken in self._before.items()}
+
     def settle(self) -> int:
         """Subtract skipped steps, which waits for the device, and return the count."""
         if self._skipped is not None:
@@ -90,9 +106,12 @@ class StepCount:
             self._skipped = None
         return int(self._state["step"])
 
-    def set(self, count: int) -> None:
-        """Set the count."""
+    def set(self, count: int, by_group: Sequence[int] | None = None) -> None:
+        """Set the count, and those of parameter groups, which are equal to it by default."""
         self._skipped = None
+        for number, taken in self._before.items():
+            before = 0 if by_group is None else count - by_group[number]
+            self._before[number] = taken.fill_(before) if self._capturable else before  # a captured graph reads it
         if not self._capturable:
             self._state["step"] = int(count)
         elif "step" in self._state:
@@ -214,6 +233,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             alike.setdefault(kind, []).append(param)
         for members in alike.values():
             arena = make_arena(members, [group_of[param] for param in members])
+            self._steps.start(arena.group_of)
             self._parameters.add(arena)
             self._gradients.add(arena)
             self._states.append(self._new_state(arena))
@@ -286,5 +306,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return checkpoints.own_slices(self._states), int(self._steps.settle())
 
     def _load_own_state(self, slices: Sequence[StateSlice], groups: Sequence[dict[str, Any]], step: int) -> None:
-        """Load values for the slices of `_own_state`, options of the parameter groups, and the step count."""
+        """Load values for the slices of `_own_state`, `_counted_groups`, and the step count."""
         checkpoints.load_slices(self, slices, groups, step)
+
+    def _counted_groups(self) -> list[dict[str, Any]]:
+        """Return the parameter groups with indices instead of parameters, and with their step counts."""
+        counts = self._steps.by_group(self._steps.settle())
+        groups = enumerate(checkpoints.packed_groups(self))
+        return [{**group, "step": int(counts.get(number, 0))} for number, group in groups]

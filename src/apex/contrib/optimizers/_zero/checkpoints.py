@@ -24,6 +24,7 @@ from ...._failures import explained
 from ....ops.multi_tensor.flat import flat, with_strides_of
 from ....ops.multi_tensor.packed_floats import join_remainders
 from ....optimizers._buckets import MASTER
+from ....optimizers._checkpoints import step_counts
 from ....optimizers._muon_directions import SQUARES
 from .arena import Arena
 from .layout import Piece, merge_adjacent, pick
@@ -155,7 +156,10 @@ def load_slices(
     step: int,
     optional: Sequence[str] = (),
 ) -> None:
-    """Load state, options of the parameter groups and the step count; parameters get their loaded values."""
+    """Load state, options of the parameter groups and step counts; parameters get their loaded values.
+
+    A group that lacks its step count has counted all of the optimizer's steps: earlier versions saved no other count.
+    """
     write_slices(optimizer._states, slices, optional)
     for group, options in zip(optimizer.param_groups, groups, strict=True):
         for name, value in options.items():
@@ -165,7 +169,7 @@ def load_slices(
                 group[name].fill_(value)
             else:
                 group[name] = value
-    optimizer._steps.set(step)
+    optimizer._steps.set(step, [int(options.get("step", step)) for options in groups])
     optimizer._parameters.updated()
     optimizer.param_sync()
 
@@ -175,10 +179,10 @@ def _keys(optimizer: Any) -> dict[Tensor, int]:
 
 
 def packed_groups(optimizer: Any) -> list[dict[str, Any]]:
-    """Return the parameter groups, with indices instead of parameters."""
+    """Return the parameter groups, with indices instead of parameters and without step counts."""
     packed, first = [], 0
     for group in optimizer.param_groups:
-        options = {name: value for name, value in group.items() if name != "params"}
+        options = {name: value for name, value in group.items() if name not in ("params", "step")}
         plain = {name: value.item() if isinstance(value, Tensor) else value for name, value in options.items()}
         packed.append({**plain, "params": list(range(first, first + len(group["params"])))})
         first += len(group["params"])
@@ -201,7 +205,7 @@ def whole_tensors(optimizer: Any, on_root: bool) -> dict[str, Any] | None:
     keys = _keys(optimizer)
     state: dict[Any, Any] = {"step": optimizer._steps.settle()}
     state.update({keys[param]: gathered[param] for param in keys if param in gathered})
-    return {"state": state, "param_groups": packed_groups(optimizer), "format": 2}
+    return {"state": state, "param_groups": optimizer._counted_groups(), "format": 2}
 
 
 def shards_of_ranks(optimizer: Any, on_root: bool) -> dict[str, Any] | None:
@@ -221,7 +225,7 @@ def shards_of_ranks(optimizer: Any, on_root: bool) -> dict[str, Any] | None:
             for fragment in bucket.fragments:
                 key = keys[optimizer.parameter(fragment)]
                 state.setdefault(key, {}).setdefault("fragments", []).append(fragment)
-    local = {"state": state, "param_groups": packed_groups(optimizer)}
+    local = {"state": state, "param_groups": optimizer._counted_groups()}
     if not on_root:
         return {**local, "format": 1}
     for bucket in state["buckets"]:
@@ -275,7 +279,7 @@ def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
     slices = chain.from_iterable(
         (_bucket_slices if "buckets" in saved["state"] else _whole_slices)(optimizer, saved) for saved in ranks
     )
-    load_slices(optimizer, slices, ranks[0]["param_groups"], _steps_of(ranks[0]), optional=(PARAM, SQUARES))
+    load_slices(optimizer, slices, *_counted(ranks[0]), optional=(PARAM, SQUARES))
 
 
 def _whole_slices(optimizer: Any, saved: dict[str, Any]) -> Iterator[StateSlice]:
@@ -324,14 +328,15 @@ def _bucket_slices(optimizer: Any, saved: dict[str, Any]) -> Iterator[StateSlice
                     yield param, name, start, join_remainders(flat(param.detach())[start:stop], lower)
 
 
-def _steps_of(state_dict: dict[str, Any]) -> int:
-    """Return the step count; other optimizers save it in their parameter groups or with their parameters."""
-    state = state_dict["state"]
-    if "step" in state:
-        return int(state["step"])
-    counts = [group["step"] for group in state_dict["param_groups"] if "step" in group]
-    counts += [saved["step"] for saved in state.values() if isinstance(saved, dict) and "step" in saved]
-    return max(map(int, counts), default=0)
+def _counted(state_dict: dict[str, Any]) -> tuple[list[dict[str, Any]], int]:
+    """Return the parameter groups with their step counts, and the optimizer's step count.
+
+    Other optimizers save counts in their parameter groups or with their parameters.
+    """
+    step = int(state_dict["state"].get("step", 0))
+    counts = [step if count is None else int(count) for count in step_counts(state_dict)]
+    groups = [{**group, "step": count} for group, count in zip(state_dict["param_groups"], counts, strict=True)]
+    return groups, max(step, *counts)
 
 
 def sharded_tensors(optimizer: Any) -> dict[str, Any]:
@@ -354,7 +359,7 @@ def sharded_tensors(optimizer: Any) -> dict[str, Any]:
         "step": optimizer._steps.settle(),
         # Tuples, because torch.distributed.checkpoint saves a tuple as one value. It splits lists, but
         # differently on a rank that has no part of some tensor, which then finds nothing to load.
-        "param_groups": tuple(packed_groups(optimizer)),
+        "param_groups": tuple(optimizer._counted_groups()),
         "strides": tuple(param.stride() for param in optimizer.parameters()),
     }
 

@@ -426,9 +426,9 @@ class ZeroOptimizer(ShardedOptimizer):
             if noop is None and self.found_inf is not None:
                 noop = self.found_inf.to(self.device, torch.float32).reshape(1)
             scale = self._norms.grad_scale
-            count = self._steps.next(noop)
+            counts = self._steps.by_group(self._steps.next(noop))
             for state in self._states:
-                self._update_arena(state, count, noop, scale)
+                self._update_arena(state, counts, noop, scale)
             self._parameters.updated()
             if self.overlap_param_sync and self._groups.ranks > 1:
                 self._postpone_params()
@@ -436,11 +436,11 @@ class ZeroOptimizer(ShardedOptimizer):
             else:
                 self._parameters.synchronize()
 
-    def _update_arena(self, state: Any, step: Any, noop: Tensor | None, scale: Tensor | None) -> None:
-        """Update the parameters of an arena: call `_update` with the lists of each parameter group."""
+    def _update_arena(self, state: Any, counts: dict[int, Any], noop: Tensor | None, scale: Tensor | None) -> None:
+        """Update the parameters of an arena: call `_update` with the lists and step count of each parameter group."""
 
         def update(number: int, lists: Lists) -> None:
-            self._update(self.param_groups[number], lists, step, noop, scale)
+            self._update(self.param_groups[number], lists, counts[number], noop, scale)
 
         state.apply(self._gradients, update, noop)
 
