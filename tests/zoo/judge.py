@@ -1,0 +1,234 @@
+"""Errors of one step of a model: by `torch.autocast` and by `apex.boost`, against the same step in float32.
+
+The error of a loss is relative. The error of the gradients is the 2-norm of all differences, divided by the 2-norm of
+all gradients in float32. Both are root mean squares over several seeds, which choose weights and inputs: the error of
+one loss is one random number, and the ratio of two says little.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import math
+import random
+from collections.abc import Callable
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+import apex
+
+from .cases import Case, Entry
+
+PRECISIONS = ("bf16", "fp8", "fp16")
+JUDGED = ("bf16",)
+# The error of a boosted step may be so many times autocast's, plus a constant.
+LOSS_BAR, GRADIENT_BAR = (2.0, 1e-4), (1.7, 1e-3)
+SEEDS = 3
+_SKIPPED_STEPS = 20  # from 2^16 to the smallest loss scale, and some more
+
+
+class Result(NamedTuple):
+    """The loss of a step and the gradients of parameters by name, all in float64."""
+
+    loss: float
+    gradients: dict[str, Tensor]
+
+
+class _DrawsInFloat32(TorchFunctionMode):
+    """Random numbers like a half-precision tensor are those of float32, rounded.
+
+    PyTorch draws other numbers in other dtypes, and errors of a step with other noise say nothing.
+    """
+
+    LIKE = (torch.randn_like, torch.rand_like)
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function in self.LIKE:
+            dtype = kwargs.get("dtype") or args[0].dtype
+            return function(*args, **{**kwargs, "dtype": torch.float32}).to(dtype)
+        return function(*args, **kwargs)
+
+
+def judge(entry: Entry, device: str, precisions: tuple[str, ...] = PRECISIONS, seeds: int = SEEDS) -> dict[str, Any]:
+    """Return the errors of an entry: {"autocast": {"loss": 1e-4, "gradient": 4e-3}, "bf16": {"error": "..."}, ...}.
+
+    An error that is not finite is None. An entry that does not run in float32 has only "absent", with the reason.
+    """
+    squares: dict[str, list[tuple[float, float]]] = {}
+    row: dict[str, Any] = {}
+    for seed in range(seeds):
+        try:
+            truth = _step(entry, device, seed, _plain)
+            _check(truth)
+        except Exception as error:
+            return {"absent": _one_line(error)}
+        row.setdefault("truth", {"loss": truth.loss, "tensors": len(truth.gradients)})
+        for name in ("autocast", *precisions):
+            if "error" in row.get(name, {}):
+                continue
+            try:
+                way = _autocast if name == "autocast" else _boosted(name)
+                errors = _errors(_step(entry, device, seed, way), truth)
+                squares.setdefault(name, []).append(errors)
+            except Exception as error:
+                row[name] = {"error": _one_line(error)}
+    gc.collect()
+    for name, pairs in squares.items():
+        loss, gradient = (math.sqrt(sum(value**2 for value in each) / len(each)) for each in zip(*pairs, strict=True))
+        row.setdefault(name, {"loss": _rounded(loss), "gradient": _rounded(gradient)})
+    return row
+
+
+def misses(row: dict[str, Any], precision: str) -> list[str]:
+    """Return which bars a row misses in a precision: "raises", "loss", "gradient"."""
+    autocast, boosted = row.get("autocast", {}), row.get(precision, {})
+    if "error" in autocast or not autocast or not boosted:
+        return []
+    if "error" in boosted:
+        return ["raises"]
+    if precision not in JUDGED:
+        return []
+    bars = (("loss", LOSS_BAR), ("gradient", GRADIENT_BAR))
+    limits = [(name, times * autocast[name] + more) for name, (times, more) in bars]
+    return [name for name, limit in limits if boosted[name] is None or boosted[name] > limit]
+
+
+def _step(entry: Entry, device: str, seed: int, way: Callable[..., Result]) -> Result:
+    """Make a case, the same for each way, and return the result of a step."""
+    _seed(seed)
+    case = entry.make()
+    model = case.model.train()
+    _fill_zeros(model)
+    model.to(device)
+    inputs = _moved(case.inputs, torch.device(device))
+    with _DrawsInFloat32():
+        return way(Case(model, inputs, case.loss), device, lambda: _seed(seed + 1000))
+
+
+def _plain(case: Case, device: str, reseed: Callable[[], None]) -> Result:
+    reseed()
+    loss = case.loss(case.model, *case.inputs)
+    loss.backward()
+    return _result(loss, case.model)
+
+
+def _autocast(case: Case, device: str, reseed: Callable[[], None]) -> Result:
+    reseed()
+    with torch.autocast(device, torch.bfloat16):
+        loss = case.loss(case.model, *case.inputs)
+    loss.backward()
+    return _result(loss, case.model)
+
+
+def _boosted(precision: str) -> Callable[..., Result]:
+    """Return the way of a user of `apex.boost`: a decorated step, whose gradients are read before they are used.
+
+    "fp8" leaves linear layers in bfloat16 that are too small to become quicker; here none is too small.
+    """
+
+    def way(case: Case, device: str, reseed: Callable[[], None]) -> Result:
+        optimizer: Any = torch.optim.AdamW(case.model.parameters(), lr=1e-4)
+        with mock.patch.object(apex.fp8, "convert", functools.partial(apex.fp8.convert, smallest_weight=1)):
+            model, optimizer, step = apex.boost(case.model, optimizer, precision, device=device)
+        found: list[Result] = []
+
+        @step
+        def train_step(*inputs: Any) -> Tensor:
+            loss = case.loss(model, *inputs)
+            optimizer.zero_grad()
+            optimizer.backward(loss)
+            scale = getattr(optimizer, "scaler", None)
+            found.append(_result(loss, model, 1.0 if scale is None else float(scale.get_scale())))
+            optimizer.step()
+            return loss
+
+        before = [buffer.clone() for buffer in case.model.buffers()]
+        for _ in range(_SKIPPED_STEPS):  # a step whose gradients overflow is skipped, and lowers the loss scale
+            reseed()
+            train_step(*case.inputs)
+            if precision != "fp16" or all(grad.isfinite().all() for grad in found[-1].gradients.values()):
+                break
+            for buffer, value in zip(case.model.buffers(), before, strict=True):
+                buffer.data.copy_(value)
+        return found[-1]
+
+    return way
+
+
+def _result(loss: Tensor, model: nn.Module, scale: float = 1.0) -> Result:
+    named = ((name, param.grad) for name, param in model.named_parameters())
+    gradients = {name: _float64(grad).div(scale) for name, grad in named if grad is not None}
+    return Result(float(loss.detach()), gradients)
+
+
+def _float64(grad: Tensor) -> Tensor:
+    grad = grad.detach()
+    grad = grad.to_dense() if grad.layout != torch.strided else grad
+    grad = torch.view_as_real(grad) if grad.is_complex() else grad
+    return grad.to("cpu", torch.float64)
+
+
+def _check(truth: Result) -> None:
+    """Raise if the numbers of a step in float32 are no measure for others."""
+    if not math.isfinite(truth.loss) or not all(grad.isfinite().all() for grad in truth.gradients.values()):
+        raise ArithmeticError(f"not finite in float32, loss {truth.loss}")
+    if truth.loss == 0 or _norm(truth.gradients.values()) == 0:
+        raise ArithmeticError("loss or gradients are zero in float32")
+
+
+def _errors(result: Result, truth: Result) -> tuple[float, float]:
+    if result.gradients.keys() - truth.gradients.keys():
+        raise KeyError(f"gradients of other names: {sorted(result.gradients.keys() - truth.gradients.keys())[:3]}")
+    # A parameter without a gradient has a gradient of zeros, as optimizers see it.
+    differences = (
+        grad if name not in result.gradients else result.gradients[name] - grad
+        for name, grad in truth.gradients.items()
+    )
+    error = _norm(differences) / _norm(truth.gradients.values())
+    return abs(result.loss - truth.loss) / abs(truth.loss), error
+
+
+def _norm(tensors: Any) -> float:
+    return math.sqrt(sum(float(tensor.square().sum()) for tensor in tensors))
+
+
+def _rounded(value: float) -> float | None:
+    return float(f"{value:.3g}") if math.isfinite(value) else None
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    torch.manual_seed(seed)
+    try:
+        import numpy
+
+        numpy.random.seed(seed)
+    except ImportError:
+        pass
+
+
+@torch.no_grad()
+def _fill_zeros(model: nn.Module) -> None:
+    """Put small numbers into parameters that are all zero: behind a gate of zeros a model computes nothing."""
+    for param in model.parameters():
+        if param.is_floating_point() and param.numel() and not param.any():
+            param.copy_(torch.randn(param.shape) * 0.02)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {key: _moved(each, device) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_moved(each, device) for each in value)
+    return value
