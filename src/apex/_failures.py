@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Iterator
 
@@ -13,6 +14,8 @@ import torch.distributed as dist
 OWN = (NotImplementedError, torch.OutOfMemoryError)
 # Seconds that a rank waits for the others to report that they failed too.
 _PATIENCE = 1.0
+# Seconds after which the process that has the store counts as stopped: more, because a busy one takes its time.
+_STORE_PATIENCE = 3 * _PATIENCE
 
 
 @contextlib.contextmanager
@@ -39,19 +42,29 @@ def unanswered(what: str, error: RuntimeError) -> RuntimeError:
 
 
 def _silent_ranks() -> str:
-    """Return a clause that names the ranks without a failure report; ranks report through the process group's store."""
-    others = [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
-    try:
-        store = dist.distributed_c10d._get_default_store()
-        store.set(_failure_of(dist.get_rank()), "reported")
-        end = time.monotonic() + _PATIENCE
-        while others and time.monotonic() < end:
-            others = [rank for rank in others if not store.check([_failure_of(rank)])]
-            time.sleep(0.05)
-    except ValueError:  # no process group
-        return ""
-    except RuntimeError:  # the store was in the process that has ended
-        return "the process that had the store, as a rule rank 0, is gone; "
+    """Return a clause that names the ranks without a failure report; ranks report through the process group's store.
+
+    A thread asks the store: a TCPStore waits without a limit for the process that has it, which may be the stopped one.
+    """
+    store, own, problems = dist.distributed_c10d._get_default_store(), dist.get_rank(), ["does not answer"]
+    others = [rank for rank in range(dist.get_world_size()) if rank != own]
+    end = time.monotonic() + _PATIENCE
+
+    def ask() -> None:
+        try:
+            store.set(_failure_of(own), "reported")
+            while others and time.monotonic() < end:
+                others[:] = [rank for rank in others if not store.check([_failure_of(rank)])]
+                time.sleep(0.05)
+            problems.clear()
+        except RuntimeError:
+            problems[:] = ["is gone"]
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(_STORE_PATIENCE)
+    if problems:
+        return f"the process that has the store, as a rule rank 0, {problems[0]}; "
     if not others:
         return ""
     return f"no failure is reported by rank {', '.join(map(str, others))}, which has ended or still waits; "

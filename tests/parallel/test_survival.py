@@ -80,6 +80,28 @@ def test_the_others_stop_when_one_is_killed(kind: str, killed: Path) -> None:
     assert_last_checkpoint_is_whole(killed / kind)
 
 
+@pytest.fixture(scope="module")
+def without_the_first(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder with runs of all kinds, in two processes each, whose first rank was killed or stopped."""
+    folder = tmp_path_factory.mktemp("without")
+    runs = [f"{kind}.{way}" for kind in victim.KINDS for way in ("stopped", "killed")]
+    done = run_python(victim.__file__, str(folder), "2", *runs, cwd=folder, environment=environment(), timeout=PATIENCE)
+    assert not done.returncode, done.stderr
+    return folder
+
+
+@pytest.mark.parametrize("way", ["stopped", "killed"])
+@pytest.mark.parametrize("kind", victim.KINDS)
+def test_the_others_stop_without_the_process_that_has_the_store(kind: str, way: str, without_the_first: Path) -> None:
+    """Nobody waits for the store: a process that has it and is stopped would never answer."""
+    run = f"{kind}.{way}"
+    output = (without_the_first / run / "rank1.txt").read_text()
+    assert json.loads((without_the_first / "ends.json").read_text())[run] == [-signal.SIGKILL, 1], output
+    assert re.search(r"RuntimeError: rank 1 of 2: .* failed", output), output
+    says = "does not answer" if way == "stopped" else "is gone"
+    assert f"the process that has the store, as a rule rank 0, {says}" in output, output
+
+
 # Without an optimizer, with which real processes would import PyTorch's compiler. Rank 1 kills itself in every attempt.
 LAUNCHED = f"""
 import os, signal

@@ -2,6 +2,9 @@
 
 Arguments: a folder, a number of processes, and kinds of runs, which all go on at once: this process imports everything
 and divides. Of a run there is a folder of that name, with what its processes printed; `ends.json` has their exit codes.
+
+In the run of a kind the last rank kills itself. In `KIND.killed` and `KIND.stopped` it is the first rank, which has the
+store of the process group, as without a launcher, and the others wait for `LIMIT` from then on.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sys
 import traceback
 from collections.abc import Callable
@@ -31,7 +35,8 @@ from apex.transformer.tensor_parallel import ColumnParallelLinear, model_paralle
 # The number of steps between checkpoints; the rank (from the end) that dies, the step, and the way it dies.
 EVERY = 5
 VICTIM, DEATH, SIGNAL = 1, 12, signal.SIGKILL
-PATIENCE = timedelta(seconds=40)
+WAYS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
+PATIENCE, LIMIT = timedelta(seconds=40), timedelta(seconds=2)
 
 
 def plain() -> nn.Sequential:
@@ -117,8 +122,8 @@ MAKERS = (
 KINDS = {make.__name__: make for make in MAKERS}
 
 
-def train(kind: str, folder: Path) -> None:
-    """Train until the last rank dies while gradients, their sums, or statistics of group norms are being exchanged."""
+def train(kind: str, folder: Path, limit: timedelta | None = None) -> None:
+    """Train until a rank dies while gradients, their sums, or statistics of group norms are being exchanged."""
     torch.manual_seed(dist.get_rank())
     model, optimizer = KINDS[kind]()
     layers = getattr(model, "module", model)
@@ -129,6 +134,9 @@ def train(kind: str, folder: Path) -> None:
                 layers[3].register_forward_hook(die)
             else:
                 layers[4].bias.register_hook(die)
+        elif step == DEATH and limit is not None:
+            for group in list(dist.distributed_c10d._world.pg_map):
+                dist.distributed_c10d._set_pg_timeout(limit, group)
         optimizer.zero_grad()
         model(torch.randn(4, 50)).square().mean().backward()
         optimizer.step()
@@ -144,30 +152,43 @@ def die(*_: Tensor) -> None:
 
 
 def divide(folder: Path, processes: int, kinds: list[str]) -> None:
-    """Fork every rank of every run."""
-    children = {}
+    """Fork every rank of every run; end those that are stopped when the others of their run have ended."""
+    children: dict[int, tuple[str, int]] = {}
+    stopped: dict[int, tuple[str, int]] = {}
     for kind in kinds:
         (folder / kind).mkdir()
+        way = kind.partition(".")[2]
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
         for rank in range(processes):
             child = os.fork()
             if not child:
-                os._exit(run(kind, folder / kind, rank, processes))
-            children[child] = kind, rank
+                os._exit(run(kind, folder / kind, rank, processes, port))
+            (stopped if way == "stopped" and not rank else children)[child] = kind, rank
     ends = {kind: [0] * processes for kind in kinds}
     for child, (kind, rank) in children.items():
+        ends[kind][rank] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    for child, (kind, rank) in stopped.items():
+        os.kill(child, signal.SIGKILL)
         ends[kind][rank] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     (folder / "ends.json").write_text(json.dumps(ends))
 
 
-def run(kind: str, folder: Path, rank: int, processes: int) -> int:
-    """Run one rank and return an exit code."""
+def run(kind: str, folder: Path, rank: int, processes: int, port: int = 0) -> int:
+    """Run one rank and return an exit code; one that waits forever is ended."""
+    global VICTIM, SIGNAL
+    kind, _, way = kind.partition(".")
+    if way:
+        VICTIM, SIGNAL = processes, WAYS[way]
+    signal.alarm(2 * int(PATIENCE.total_seconds()))
     with open(folder / f"rank{rank}.txt", "w") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
         try:
-            store = f"file://{folder}/store"
+            store = f"tcp://127.0.0.1:{port}" if way else f"file://{folder}/store"
             dist.init_process_group("gloo", init_method=store, rank=rank, world_size=processes, timeout=PATIENCE)
-            train(kind, folder)
+            train(kind, folder, LIMIT if way else None)
         except BaseException:
             traceback.print_exc(file=output)
     return 1
