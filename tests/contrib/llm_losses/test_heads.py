@@ -230,7 +230,7 @@ def exact_policy(
     if kind == "cispo":
         loss = -rho.clamp(max=high).detach() * a * tokens
     elif kind == "sapo":
-        tau = torch.where(a > 0, 1.0, 1.05)
+        tau = torch.where(a > 0, a.new_tensor(1.0), a.new_tensor(1.05))
         loss = -a * 4 / tau * (tau * (rho - 1)).sigmoid()
     elif kind == "vespo":
         total = (log_ratio.detach().sum(-1) + vllm.log().sum(-1))[:, None].clamp(min=-18.420680743952367, max=20)

@@ -15,12 +15,15 @@ from ...ops._library import compute_dtype
 from ...ops.xentropy import chunked_logits_loss
 from .preference import check_given
 
-LOWEST = -1e30
+
+def _finite(log_p: Tensor) -> Tensor:
+    """Return log-probabilities of which the least is finite, so that products with a probability of 0 are 0."""
+    return log_p.clamp(min=max(-1e30, torch.finfo(log_p.dtype).min))
 
 
 def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     """Return KL(p || q) of each row; classes with p = 0 add nothing."""
-    return (log_p.exp() * (log_p.clamp(min=LOWEST) - log_q.clamp(min=LOWEST))).sum(-1)
+    return (log_p.exp() * (_finite(log_p) - _finite(log_q))).sum(-1)
 
 
 def divergence(student: Tensor, teacher: Tensor, beta: float = 0.5) -> Tensor:
@@ -36,7 +39,7 @@ def divergence(student: Tensor, teacher: Tensor, beta: float = 0.5) -> Tensor:
         return _kl(teacher, student)
     if beta == 1.0:
         return _kl(student, teacher)
-    mix = torch.logaddexp(student.clamp(min=LOWEST) + math.log1p(-beta), teacher.clamp(min=LOWEST) + math.log(beta))
+    mix = torch.logaddexp(_finite(student) + math.log1p(-beta), _finite(teacher) + math.log(beta))
     return beta * _kl(teacher, mix) + (1.0 - beta) * _kl(student, mix)
 
 
@@ -58,7 +61,8 @@ def top_k_log_probs(log_probs: Tensor, indices: Tensor) -> Tensor:
 
 def with_rest(chosen: Tensor) -> Tensor:
     """Return log-probabilities of some classes and, last, of all others together: log(1 - sum of the probabilities)."""
-    rest = (-torch.expm1(torch.logsumexp(chosen, -1, keepdim=True))).clamp(min=1e-30).log()
+    least = max(1e-30, torch.finfo(chosen.dtype).tiny)
+    rest = (-torch.expm1(torch.logsumexp(chosen, -1, keepdim=True))).clamp(min=least).log()
     return torch.cat([chosen, rest], -1)
 
 

@@ -152,7 +152,7 @@ class FusedLinearDPOLoss(_PairedLoss):
     def __post_init__(self) -> None:
         super().__post_init__()
         types = [self.loss_type] if isinstance(self.loss_type, str) else list(self.loss_type)
-        check_dpo(types, self.label_smoothing, stacklevel=4)  # `__init__` calls this method
+        check_dpo(types, self.label_smoothing, self.use_weighting, stacklevel=4)  # `__init__` calls this method
         self.needs_nll = "sft" in types
 
     def _loss(self, chosen: Tensor, rejected: Tensor, **more: Any) -> tuple[Tensor, ...]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...ops._checks import check_floats, check_tensors
-from .preference import check_alike, check_given
+from .preference import check_alike, check_given, exponent
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 LEVELS = ("token", "sequence", "sequence_token")
@@ -78,13 +78,17 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str = "k3") -> T
     elif name in ("k2", "mse"):
         value = 0.5 * ratio.square()
     elif name in ("k3", "low_var_kl"):
-        value = torch.exp(-ratio) + ratio - 1.0
+        value = exponent(-ratio).expm1() + ratio
     else:
         raise ValueError(f"KL estimate {kind!r} is not known; use k1, k2, k3, abs, with or without +")
     if name == kind:
         return value
-    square = 0.5 * ratio.square()
-    return square - square.detach() + value.detach()
+    return value.detach() + (ratio - ratio.detach()) * ratio.detach()
+
+
+def _either(condition: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
+    """Return one of two numbers for each element of `condition`, in the dtype of `like`, not in the default one."""
+    return torch.where(condition, like.new_full((), yes), like.new_full((), no))
 
 
 def _vespo_factor(
@@ -97,8 +101,8 @@ def _vespo_factor(
         total = total + vllm.log().clamp(lowest, 20.0).sum(-1, keepdim=True)
     log_ratio = total.clamp(lowest, 20.0)
     positive = advantages >= 0
-    k = torch.where(positive, s.vespo_k_pos, s.vespo_k_neg)
-    rate = torch.where(positive, s.vespo_lambda_pos, s.vespo_lambda_neg).clamp(min=1e-4)
+    k = _either(positive, s.vespo_k_pos, s.vespo_k_neg, log_ratio)
+    rate = _either(positive, max(s.vespo_lambda_pos, 1e-4), max(s.vespo_lambda_neg, 1e-4), log_ratio)
     return torch.exp(rate + k * log_ratio - rate * log_ratio.exp()).nan_to_num(0.0, 0.0, 0.0)
 
 
@@ -129,13 +133,13 @@ def policy_losses(
         weights = (log_ratio * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1.0)
         if s.importance_sampling_level == "sequence_token":
             weights = (weights.detach() + log_probs - log_probs.detach()).clamp(max=10.0)
-    ratio = weights.exp()
+    ratio = exponent(weights).exp()
     clipped = torch.zeros_like(ratio, dtype=torch.bool)
     if s.loss_type == "cispo":
         losses = -ratio.clamp(max=s.epsilon_high).detach() * advantages * log_probs
         clipped = (ratio > s.epsilon_high) & (advantages > 0)
     elif s.loss_type == "sapo":
-        temperature = torch.where(advantages > 0, s.sapo_temperature_pos, s.sapo_temperature_neg)
+        temperature = _either(advantages > 0, s.sapo_temperature_pos, s.sapo_temperature_neg, ratio)
         losses = -advantages * torch.sigmoid(temperature * (ratio - 1.0)) * 4.0 / temperature
     elif s.loss_type == "vespo":
         assert mask is not None
@@ -189,8 +193,9 @@ def token_weights(
     if kind in ("dapo", "cispo", "vespo"):
         if num_items_in_batch is None:
             return m / m.sum().clamp(min=1.0)
-        items = num_items_in_batch / world_size
-        return m / (items.to(dtype).clamp(min=1.0) if isinstance(items, Tensor) else max(items, 1.0))
+        items = num_items_in_batch
+        items = items.to(dtype).clamp(min=1.0) if isinstance(items, Tensor) else max(items, 1.0)
+        return m / (items / world_size)
     raise ValueError(f"{kind!r} is not known; use {', '.join((*LOSS_TYPES, *AGGREGATIONS))}")
 
 

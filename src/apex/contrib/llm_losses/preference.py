@@ -6,6 +6,7 @@ log-probabilities, or their mean where stated. A log-ratio is the policy's minus
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 
@@ -29,32 +30,41 @@ def sequence_log_probs(
     check_floats(log_probs=log_probs)
     check_tensors(mask=mask)
     check_alike(log_probs=log_probs, mask=mask)
-    counted = mask.to(log_probs.dtype)
+    counted = mask != 0
+    values, lengths = log_probs.masked_fill(~counted, 0.0), counted.sum(-1)
     if ld_alpha is not None:
-        position, lengths = counted.cumsum(1), counted.sum(1)
-        first, second = lengths.chunk(2)
-        shared = torch.minimum(first, second).repeat(2)[:, None]
-        counted = torch.where(position <= shared, counted, ld_alpha * counted)
-    total = torch.where(mask != 0, log_probs, 0.0).mul(counted).sum(-1)
-    return total / mask.sum(-1).clamp(min=1) if average else total
+        if len(lengths) % 2:
+            raise ValueError(f"ld_alpha needs chosen and rejected sequences, log_probs has {len(lengths)} rows")
+        shared = lengths.view(2, -1).amin(0).repeat(2)[:, None]
+        values = torch.where(counted.cumsum(1) <= shared, values, ld_alpha * values)
+    total = values.sum(-1)
+    return total / lengths.clamp(min=1) if average else total
 
 
 def wpo_weights(log_probs: Tensor, log_sum_sq_probs: Tensor, mask: Tensor) -> Tensor:
     """Return the weight of each sequence in weighted preference optimization, [B, T] to [B], without gradient."""
     check_floats(log_probs=log_probs, log_sum_sq_probs=log_sum_sq_probs)
     check_tensors(mask=mask)
-    aligned = (log_probs - log_sum_sq_probs).detach() * mask
-    return (aligned.sum(-1) / mask.sum(-1).clamp(min=1)).exp()
+    aligned = (log_probs - log_sum_sq_probs).detach()
+    return sequence_log_probs(aligned, mask, average=True).exp()
+
+
+def exponent(x: Tensor) -> Tensor:
+    """Return x, but at most nine tenths of the exponent that overflows.
+
+    An infinite exponential makes NaN of a difference and of a product with 0, such as the gradient of a clipped ratio.
+    """
+    return x.clamp(max=math.floor(0.9 * math.log(torch.finfo(x.dtype).max)))
 
 
 def _score(log_ratio: Tensor, divergence: str, alpha: float) -> Tensor:
     """Return the derivative of the divergence's generator at the ratio, without constants."""
     if divergence == "forward_kl":
-        return -torch.exp(-log_ratio)
+        return -exponent(-log_ratio).exp()
     if divergence == "js_divergence":
         return logsigmoid(log_ratio)
     if divergence == "alpha_divergence" and abs(alpha - 1.0) >= 1e-6:
-        return torch.exp(((alpha - 1.0) * log_ratio).clamp(max=80.0)) / (alpha - 1.0)
+        return exponent((alpha - 1.0) * log_ratio).exp() / (alpha - 1.0)
     return log_ratio
 
 
@@ -112,8 +122,8 @@ def _nca_pair(p: _Pairs) -> Tensor:
 
 def _discopop(p: _Pairs) -> Tensor:
     z = p.beta * p.margin
-    share = torch.sigmoid(z / p.tau)
-    return -logsigmoid(z) * (1 - share) + torch.exp(-z) * share
+    share = z / p.tau
+    return -logsigmoid(z) * torch.sigmoid(-share) + exponent(logsigmoid(share) - z).exp()
 
 
 def _sft(p: _Pairs) -> Tensor:
@@ -143,8 +153,8 @@ DPO_LOSSES = tuple(_DPO)
 SMOOTHED = ("robust", "exo_pair", "aot", "aot_unpaired")
 
 
-def check_dpo(loss_types: Sequence[str], label_smoothing: float, stacklevel: int = 3) -> None:
-    """Raise for a loss type that is not known, or a smoothing that it does not accept; warn of one without effect."""
+def check_dpo(loss_types: Sequence[str], label_smoothing: float, weighted: bool, stacklevel: int = 3) -> None:
+    """Raise for a loss type that is not known, or a setting that it does not accept; warn of one without effect."""
     for loss_type in loss_types:
         if loss_type not in _DPO:
             raise ValueError(f"loss_type {loss_type!r} is not known; use {', '.join(DPO_LOSSES)}")
@@ -152,6 +162,8 @@ def check_dpo(loss_types: Sequence[str], label_smoothing: float, stacklevel: int
             raise ValueError(f"label_smoothing={label_smoothing} must be between 0 and 1 for loss_type 'exo_pair'")
         if loss_type == "robust" and not 0.0 <= label_smoothing < 0.5:
             raise ValueError(f"label_smoothing={label_smoothing} must be at least 0 and below 0.5 for 'robust'")
+        if weighted and loss_type in ("aot", "aot_unpaired"):
+            raise ValueError(f"loss_type {loss_type!r} sorts the pairs: it takes no pair_weights, nor use_weighting")
     if label_smoothing and not set(loss_types) & set(SMOOTHED):
         warnings.warn(
             f"label_smoothing={label_smoothing} has no effect on loss_type {', '.join(loss_types)}; it belongs to "
@@ -195,7 +207,7 @@ def dpo_loss(
         raise ValueError("ref_chosen_logps and ref_rejected_logps belong together: give both, or neither")
     types = [loss_type] if isinstance(loss_type, str) else list(loss_type)
     factors = [1.0] * len(types) if loss_weights is None else list(loss_weights)
-    check_dpo(types, label_smoothing)
+    check_dpo(types, label_smoothing, pair_weights is not None)
     if not types or len(factors) != len(types):
         raise ValueError(f"loss_weights {factors} must be one for each loss_type of {types}")
     if f_divergence_type not in DIVERGENCES:
@@ -246,16 +258,26 @@ def _log1mexp(x: Tensor) -> Tensor:
     return torch.where(near, torch.log(-torch.expm1(safe)), torch.log1p(-torch.exp(torch.where(near, -1.0, x))))
 
 
+def _uncertain(x: Tensor, doubt: float) -> Tensor:
+    """Return x, and at least `-doubt` in place of 0, whose log-odds are infinite; its gradient is that of x."""
+    tiny = torch.finfo(x.dtype).tiny
+    return x - torch.where(x <= -tiny, 0.0, x + max(tiny, doubt)).detach()
+
+
 def orpo_loss(
     chosen_logps: Tensor, rejected_logps: Tensor, *, beta: float = 0.1
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the odds-ratio term of ORPO, both rewards, and the means of log sigmoid(log-odds) and of the log-odds.
 
-    Log-probabilities are means over tokens. The likelihood term is not part of it.
+    Log-probabilities are means over tokens. One that is 0 after rounding gets finite log-odds: a chosen sequence those
+    of the limit, whose gradient is finite, a rejected one those of the greatest probability below 1. The likelihood
+    term is not part of it.
     """
     check_floats(chosen_logps=chosen_logps, rejected_logps=rejected_logps)
     check_alike(chosen_logps=chosen_logps, rejected_logps=rejected_logps)
-    log_odds = chosen_logps - rejected_logps - (_log1mexp(chosen_logps) - _log1mexp(rejected_logps))
+    doubt = torch.finfo(rejected_logps.dtype).eps / 2
+    chosen, rejected = _uncertain(chosen_logps, 1e-30), _uncertain(rejected_logps, doubt)
+    log_odds = chosen - rejected - (_log1mexp(chosen) - _log1mexp(rejected))
     ratio = logsigmoid(log_odds)
     rewards = beta * chosen_logps.detach(), beta * rejected_logps.detach()
     return -beta * ratio.mean(), *rewards, ratio.mean().detach(), log_odds.mean().detach()
@@ -296,6 +318,6 @@ def kto_loss(
     desirable = preference_labels.bool()
     ratio = logps if ref_logps is None else logps - ref_logps
     shifted = ratio if kl is None or loss_type != "kto" else ratio - kl.detach()
-    losses = 1 - torch.sigmoid(beta * torch.where(desirable, shifted, -shifted))
-    losses = losses * torch.where(desirable, desirable_weight, undesirable_weight)
+    losses = torch.sigmoid(beta * torch.where(desirable, -shifted, shifted))
+    losses = torch.where(desirable, desirable_weight * losses, undesirable_weight * losses)
     return losses.mean(), beta * ratio.detach()
