@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 import amp_C
@@ -29,7 +32,7 @@ from apex.ops import implementation
 from apex.optimizers import FusedAdam
 from apex.parallel import SyncBatchNorm, convert_syncbn_model
 from apex.RNN import mLSTM
-from tests.support.default_functions import FUNCTIONS, LIST_CALLS, Case
+from tests.support.default_functions import FUNCTIONS, LIST_CALLS, MASK, Case
 from tests.support.default_training import OPTIMIZERS, TRAINING
 from tests.support.harness import NO_GATHER, Route, assert_equal_bits, routes
 
@@ -84,11 +87,53 @@ def results(case: Case, route: Route, name: str | None) -> list[Any]:
     call = case(torch.device(route.device))
     torch.manual_seed(0)
     try:
-        with implementation(route.implementation), contextlib.nullcontext() if name is None else defaults(name):
+        with implementation(route.implementation), DtypesNamed() if name is None else defaults(name):
             found = call()
     finally:
         amp.shutdown()
     return [each.detach() if isinstance(each, Tensor) else each for each in tree_leaves(found)]
+
+
+class DtypesNamed(TorchFunctionMode):
+    """Refuses operators of our code whose results take the default dtype: floats of neither a float tensor nor a dtype.
+
+    They are bits like any others if a default of float16 holds the same number, and the wrong dtype where a user's
+    tensors are not of the default one.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        output, given = func(*args, **kwargs or {}), tree_leaves((args, kwargs))
+        names_it = getattr(func, "__name__", "") in ("float", "double", "half", "bfloat16") or any(
+            isinstance(each, torch.dtype) or (isinstance(each, Tensor) and each.dtype.is_floating_point)
+            for each in given
+        )
+        caller = sys._getframe(1)
+        if isinstance(output, Tensor) and output.is_floating_point() and not names_it:
+            assert not re.search("src/(apex|compiled_names)/", Path(caller.f_code.co_filename).as_posix()), (
+                f"{caller.f_code.co_filename}:{caller.f_lineno}: {torch.overrides.resolve_name(func)} of numbers and "
+                "integers follows the default dtype; use new_full, full_like or .to(dtype) of a float tensor"
+            )
+        return output
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "torch.where(mask, 1.3, 0.6)",
+        "torch.full((2,), 0.5)",
+        "torch.arange(3) / 2",
+        "0.1 * torch.arange(3)",
+        "mask.sum() / mask.sum()",
+        "torch.zeros(())",
+    ],
+)
+def test_the_rule_about_dtypes_can_fail(call: str) -> None:
+    code = compile(call, "src/apex/some.py", "eval")
+    with pytest.raises(AssertionError, match="follows the default dtype"), DtypesNamed():
+        eval(code, {"torch": torch, "mask": MASK})
+    with DtypesNamed():
+        eval(compile("mask.float() * 0.5 + torch.zeros((), dtype=torch.float32)", "src/apex/some.py", "eval"),
+             {"torch": torch, "mask": MASK})  # fmt: skip
 
 
 @pytest.mark.usefixtures("process_group")
@@ -114,6 +159,7 @@ COVERED = {
     "CanSchTriMHA",
     "DenseNoBiasFunc",
     "ElasticLoader",
+    "PolicySettings",
     "FP16_Optimizer",
     "FusedDenseFunc",
     "FusedDenseGeluDenseFunc",
@@ -132,8 +178,8 @@ COVERED = {
 PACKAGES = (
     "RNN fused_bias_swiglu fused_dense mlp normalization optimizers parallel transformer.functional contrib.clip_grad "
     "contrib.conv_bias_relu contrib.cudnn_gbn contrib.fmha contrib.focal_loss contrib.group_norm contrib.groupbn "
-    "contrib.index_mul_2d contrib.layer_norm contrib.multihead_attn contrib.openfold_triton contrib.optimizers "
-    "contrib.transducer contrib.xentropy"
+    "contrib.index_mul_2d contrib.layer_norm contrib.llm_losses contrib.multihead_attn "
+    "contrib.openfold_triton contrib.optimizers contrib.transducer contrib.xentropy"
 )
 
 

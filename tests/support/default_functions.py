@@ -6,6 +6,7 @@ or made. What the call makes itself, it makes under the defaults that are set by
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -15,11 +16,14 @@ from torch import Tensor, nn
 
 import amp_C
 from apex import RNN, normalization
+from apex.contrib import llm_losses
 from apex.contrib.clip_grad import clip_grad_norm_
 from apex.contrib.fmha import FMHA, FMHAFun
-from apex.contrib.llm_losses import FusedLinearDistillationLoss, FusedLinearDPOLoss, FusedLinearGRPOLoss
+from apex.contrib.llm_losses.policy import LOSS_TYPES
+from apex.contrib.llm_losses.preference import DPO_LOSSES, SMOOTHED
 from apex.contrib.multihead_attn import EncdecMultiheadAttn, SelfMultiheadAttn, fast_mask_softmax_dropout_func
 from apex.contrib.transducer import TransducerJoint
+from apex.contrib.xentropy import linear_cross_entropy
 from apex.multi_tensor_apply import multi_tensor_applier
 from apex.ops._examples import Example, Make, Public, by_name
 from apex.transformer import AttnMaskType
@@ -62,7 +66,8 @@ def layer(make: Callable[[], Any], *arguments: Any) -> Case:
         def call() -> list[Any]:
             output = module(*given)
             output = output[0] if isinstance(output, tuple) else output
-            output.backward(output.detach().clone())
+            if output.requires_grad:
+                output.backward(output.detach().clone())
             buffers = list(module.buffers()) if isinstance(module, nn.Module) else []
             return [output, *buffers, *(each.grad for each in learned)]
 
@@ -89,16 +94,6 @@ FUNCTIONS: dict[str, Case] = {
     "InstanceNorm3dNVFuser": layer(
         lambda: normalization.InstanceNorm3dNVFuser(4, affine=True, track_running_stats=True), (2, 4, 3, 2, 2)
     ),
-    "FusedLinearDPOLoss": layer(
-        lambda: FusedLinearDPOLoss(use_ref_model=False), (5, 4), (2, 3, 4), integers([1, 2, 0], [3, -100, 4])
-    ),
-    "FusedLinearGRPOLoss": layer(
-        lambda: FusedLinearGRPOLoss(beta=0.0), (2, 3, 4), (5, 4), integers([1, 2, 0], [3, 1, 4]),
-        integers([1, 1, 1], [1, 0, 0]), drawn(2),
-    ),
-    "FusedLinearDistillationLoss": layer(
-        FusedLinearDistillationLoss, (3, 4), (5, 4), drawn(3, 4), drawn(5, 4), integers(1, -100, 4)
-    ),
     "TransducerJoint with dropout": layer(
         lambda: TransducerJoint(relu=True, dropout=True, dropout_prob=0.25), (2, 3, 8), (2, 2, 8), LENGTHS, LENGTHS - 1
     ),
@@ -121,6 +116,88 @@ FUNCTIONS: dict[str, Case] = {
         kind.__name__: layer(lambda kind=kind: kind(4, 6, 2, dropout=0.25), (3, 2, 4))
         for kind in (RNN.GRU, RNN.LSTM, RNN.ReLU, RNN.Tanh, RNN.mLSTM)
     },
+}  # fmt: skip
+
+
+TARGET, COUNTED = integers([1, 2, 0], [3, -100, 4]), integers([1, 1, 1], [1, 0, 0])
+OF_PAIRS = {"weight": (5, 4), "input": (2, 3, 4), "target": TARGET}
+
+
+def dpo(name: str) -> Case:
+    smoothing = 0.1 if name in SMOOTHED else 0.0
+
+    def call(chosen: Tensor, rejected: Tensor, first: Tensor, second: Tensor) -> Any:
+        more = {"chosen_lengths": first, "rejected_lengths": second, "nll_loss": -chosen.mean()}
+        return llm_losses.dpo_loss(chosen, rejected, loss_type=name, label_smoothing=smoothing, **more)
+
+    return op(call, (3,), (3,), integers(3, 4, 2), integers(1, 4, 5))
+
+
+def grpo(name: str) -> Case:
+    """All numbers that settings have, none of which float16 holds."""
+    given = {"sapo_temperature_pos": 1.3, "vespo_k_pos": 1.7, "vespo_lambda_neg": 2.3, "dual_clip": 3.1, "beta": 0.03}
+    settings = {**given, "loss_type": name, "epsilon_low": 0.3, "max_completion_length": 7, "delta": 1.9}
+    return op(lambda *tensors: llm_losses.grpo_loss(*tensors, **settings), (2, 3), COUNTED, drawn(2),
+              *(drawn(2, 3, seed=seed) for seed in (3, 5)))  # fmt: skip
+
+
+FUNCTIONS |= {
+    **{f"dpo_loss {name}": dpo(name) for name in DPO_LOSSES},
+    **{f"grpo_loss {name}": grpo(name) for name in LOSS_TYPES},
+    **{
+        f"{name} {number}": op(functools.partial(getattr(llm_losses, name), **options), (3,), (3,))
+        for name in ("simpo_loss", "cpo_loss", "orpo_loss")
+        for number, options in enumerate([{"beta": 0.3}, {"beta": 0.3, "label_smoothing": 0.1}])
+        if name != "orpo_loss" or not number
+    },
+    "kto_loss": op(
+        lambda *given: llm_losses.kto_loss(*given, desirable_weight=1.3, undesirable_weight=0.6),
+        (3,), integers(1, 0, 1, dtype=torch.bool), drawn(3), drawn(1)[0],
+    ),
+    "kto_kl": op(llm_losses.kto_kl, (3,), drawn(3)),
+    "sequence_log_probs": op(
+        lambda *given: llm_losses.sequence_log_probs(*given, average=True, ld_alpha=0.3), (2, 3), COUNTED
+    ),
+    "wpo_weights": op(llm_losses.wpo_weights, (2, 3), drawn(2, 3), COUNTED),
+    "policy_losses": op(
+        lambda *given: llm_losses.policy_losses(*given, llm_losses.PolicySettings("sapo")), (2, 3), drawn(2, 1)
+    ),
+    "kl_estimate": op(llm_losses.kl_estimate, (2, 3), drawn(2, 3)),
+    "token_weights": op(lambda mask: llm_losses.token_weights(mask, "grpo"), COUNTED),
+    "divergence": op(lambda *given: llm_losses.divergence(*given, 0.3), (2, 3), drawn(2, 3)),
+    "total_variation": op(llm_losses.total_variation, (2, 3), drawn(2, 3)),
+    "top_k_log_probs": op(llm_losses.top_k_log_probs, (2, 5), integers([0, 2], [1, 4])),
+    "distillation_loss": op(
+        lambda *given: llm_losses.distillation_loss(*given, temperature=1.7), (3, 5), drawn(3, 5), integers(1, -100, 4)
+    ),
+    **{
+        name: layer(lambda name=name: getattr(llm_losses, name)(), *OF_PAIRS.values())
+        for name in ("FusedLinearCPOLoss", "FusedLinearSimPOLoss", "FusedLinearORPOLoss")
+    },
+    "FusedLinearDPOLoss": layer(
+        lambda: llm_losses.FusedLinearDPOLoss(use_ref_model=False, ld_alpha=0.3, use_weighting=True),
+        *OF_PAIRS.values(),
+    ),
+    "FusedLinearKTOLoss": layer(
+        lambda: llm_losses.FusedLinearKTOLoss(undesirable_weight=0.6), (2, 3, 4), (5, 4), TARGET, None,
+        integers(1, 0, dtype=torch.bool),
+    ),
+    **{
+        f"FusedLinearGRPOLoss {name}": layer(
+            lambda name=name: llm_losses.FusedLinearGRPOLoss(beta=0.0, loss_type=name), (2, 3, 4), (5, 4),
+            TARGET.abs() % 5, COUNTED, drawn(2),
+        )
+        for name in ("dapo", "vespo")
+    },
+    "FusedLinearDistillationLoss": layer(
+        llm_losses.FusedLinearDistillationLoss, (3, 4), (5, 4), drawn(3, 4), drawn(5, 4), integers(1, -100, 4)
+    ),
+    "linear_cross_entropy over ranks": op(
+        lambda *given: linear_cross_entropy(
+            *given, label_smoothing=0.3, smoothing="megatron", group=torch.distributed.group.WORLD
+        ),
+        (3, 4), (5, 4), integers(1, -100, 4),
+    ),
 }  # fmt: skip
 
 

@@ -160,7 +160,7 @@ class TorchRowLists(TorchLists):
             at_once = _cosine(total, eps)[0] < limits[1, index] * delta
             share = torch.where(by_row, _parallel(sums, eps), torch.where(at_once, _parallel(total, eps), 0.0))
             out[:, 0] = share
-            out[:, 1] = torch.where(by_row | at_once, decay * ratio, decay)
+            out[:, 1] = torch.where(by_row | at_once, ratio, out.new_ones(())) * decay
         return whole
 
 
@@ -206,8 +206,8 @@ def project_shards(
     by_row, at_once = largest < limits[0] * delta, _cosine(total, eps) < limits[1] * delta
     whole = torch.where(at_once, _parallel(total, eps), 0.0)[rows.owner]
     share = torch.where(by_row[rows.owner], _parallel(sums, eps), whole)
-    shrink = torch.where((by_row | at_once)[rows.owner], decay * ratio, decay)
-    return torch.stack((share, shrink.to(torch.float32)), 1)[rows.present].contiguous()
+    shrink = torch.where((by_row | at_once)[rows.owner], ratio, sums.new_ones(())) * decay
+    return torch.stack((share, shrink), 1)[rows.present].contiguous()
 
 
 def _cosine(sums: Tensor, eps: float) -> Tensor:

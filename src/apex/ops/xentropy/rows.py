@@ -223,6 +223,8 @@ def cross_entropy(
     probability, and whether smoothing leaves the label itself out, as Megatron's does.
     """
     smoothing, z_loss, token_scaling, megatron = settings
+    if isinstance(classes, Tensor):  # a quotient of integers would have the default dtype
+        classes = classes.to(table.dtype)
     found = dict(zip(names, table, strict=True))
     lse, own = found["lse"], found["own"]
     spread = smoothing * classes / (classes - 1) if megatron and smoothing else smoothing
