@@ -27,6 +27,7 @@ from apex.booster.mixed_precision import FP8MixedPrecision, FP16ApexMixedPrecisi
 from apex.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 from apex.checkpoint import DamagedCheckpoint, Series, _background, _huggingface
 from apex.nn.lr_scheduler import LinearWarmupLR
+from apex.optimizers import FusedAdam
 from apex.parallel import ElasticLoader
 from apex.transformer import parallel_state
 from tests.booster.problem import (
@@ -571,7 +572,12 @@ def ranks_that_differ(plugin: str) -> Check:
 
 def offloaded_state_is_equal(rank: int) -> None:
     """With cpu_offload weights, norms and checkpoints have the same bits, through clipping and a skipped step."""
-    for stage, precision, optimizer in ((1, "fp32", "sgd"), (1, "fp16", "adam"), (2, "bf16", "adam")):
+    for stage, precision, optimizer in (
+        (1, "fp32", "sgd"),
+        (1, "fp16", "adam"),
+        (2, "bf16", "adam"),
+        (2, "bf16", "int8"),
+    ):
         with ended():
             one, other = (_offloaded(stage, precision, optimizer, offloads, rank) for offloads in (True, False))
             assert_equal(one, other)
@@ -580,7 +586,8 @@ def offloaded_state_is_equal(rank: int) -> None:
 def _offloaded(stage: int, precision: str, optimizer: str, offloads: bool, rank: int) -> tuple[Any, ...]:
     plugin = LowLevelZeroPlugin(stage, precision, 4.0, max_norm=0.5, cpu_offload=offloads, hysteresis=1)
     booster, model = make(plugin=plugin), net()
-    parts = booster.boost(model, OPTIMIZERS[optimizer](model), nn.CrossEntropyLoss())
+    kinds = {**OPTIMIZERS, "int8": lambda model: FusedAdam(model.parameters(), 1e-3, state_format="int8")}
+    parts = booster.boost(model, kinds[optimizer](model), nn.CrossEntropyLoss())
     losses = train(booster, parts, range(2), rank, dist.get_world_size())
     if precision == "fp16":
         booster.backward(parts[0](batch(0)[0]).sum() * float("inf"), parts[1])

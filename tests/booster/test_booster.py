@@ -250,7 +250,7 @@ def test_an_optimizer_with_a_step_of_its_own_is_not_divided() -> None:
 @pytest.mark.parametrize(
     ("cls", "options", "zero", "message"),
     [
-        (FusedSGD, {"momentum": 0.9, "state_format": "bfloat16"}, {}, "state_format='bfloat16' is not supported"),
+        (FusedSGD, {"momentum": 0.9, "master_bits": 32}, {}, "master_bits=32 is not supported"),
         (FusedAdam, {"master_weights": True}, {"store_params": False}, "contradict each other"),
         (OffloadedOptimizer, {}, {}, "give the plugin cpu_offload=True"),
         (FusedLion, {}, {}, "the optimizer is a FusedLion, whose state cannot be divided"),

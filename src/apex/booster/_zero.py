@@ -12,12 +12,16 @@ from .._distributed.experts import is_expert
 from ..amp._amp_state import HALF
 from ..amp._checks import has_known_step
 from ..contrib.optimizers._zero.checkpoints import gather, packed_groups
+from ..contrib.optimizers._zero.layout import round_up
 from ..contrib.optimizers._zero.state import PARAM
 from ..contrib.optimizers.distributed_fused_adam import DistributedFusedAdam
 from ..ops._host import HOST
 from ..ops.multi_tensor import Lists, rules
+from ..ops.multi_tensor.codecs import GROUP
 from ..ops.multi_tensor.flat import flat, with_strides_of
+from ..ops.multi_tensor.torch_lists import StateSeed, seed_of
 from ..optimizers import FusedAdam, FusedSGD, OffloadedOptimizer
+from ..optimizers._base import EncodingOptimizer
 
 BYTES_OF_A_GRADIENT = 4
 
@@ -37,7 +41,8 @@ class DividedSGD(DistributedFusedAdam):
         first = (step == 1).to(torch.float64) if isinstance(step, Tensor) else step == 1
         options = {name: group[name] for name in ("lr", "momentum", "dampening", "weight_decay")}
         flags = rules.sgd_flags(group["nesterov"], self.wd_after_momentum, [])
-        lists.apply(rules.SGD, {**options, "first": first}, flags, noop=noop, grad_scale=scale)
+        seed = StateSeed(seed_of(step)) if self.state_format != "float32" else None
+        lists.apply(rules.SGD, {**options, "first": first}, flags, noop=noop, grad_scale=scale, seed=seed)
 
 
 def zero_optimizer(
@@ -69,9 +74,15 @@ def zero_optimizer(
     _check_options(optimizer, options.get("store_params", True))
     if getattr(optimizer, "capturable", False) or any(group.get("capturable") for group in groups):
         options["capturable"] = True
-    saved = optimizer.state_dict() if optimizer.state else None
+    saved = None
+    if optimizer.state:
+        saved = (
+            optimizer.state_dict(decoded=True) if isinstance(optimizer, EncodingOptimizer) else optimizer.state_dict()
+        )
+    options["state_format"] = getattr(optimizer, "state_format", "float32")
     # A bucket is hardly larger than all parameters, because the engine warns of buckets that stay mostly empty.
-    elements = sum(param.numel() for group in groups for param in group["params"])
+    unit = 1 if options["state_format"] == "float32" else GROUP
+    elements = sum(round_up(param.numel(), unit) for group in groups for param in group["params"])
     size = (1.2 * elements + 64) * BYTES_OF_A_GRADIENT / 2**20
     options["bucket_cap_mb"] = min(options.get("bucket_cap_mb", size), size)
     # Set before the constructor lays the buckets out: NVIDIA's signature has no argument for it.
@@ -94,7 +105,6 @@ _LOST_OPTIONS = {
     "maximize": (False, "give the negative of the loss"),
     "differentiable": (False, "a divided step has no gradient"),
     "stochastic_rounding": (False, "updates are added to float32 weights, and the model's are rounded to the nearest"),
-    "state_format": ("float32", "divided state is float32. TorchDDPPlugin keeps the optimizer as it is"),
     "master_bits": (None, "divided weights are float32. TorchDDPPlugin keeps the optimizer as it is"),
 }
 
