@@ -49,7 +49,8 @@ campaign: $(VENV)/.test-ready
 mutants: $(VENV)/.test-ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.support.mutants --output benchmarks/results/mutants.txt $(MUTANTS)
 
-# The documentation site, into .site; a broken link or a page that is nowhere in the menu is an error.
+# The documentation site, into .site; a broken link or a page that is nowhere in the menu is an error. Without --quiet,
+# with which mkdocs counts no warnings. tests/docs/test_site.py runs this line.
 docs: $(VENV)/.test-ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 

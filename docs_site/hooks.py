@@ -6,6 +6,7 @@ these files in the site, so that none is broken there.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import json
@@ -138,16 +139,41 @@ def _reference_index() -> str:
 
 
 def _reference(name: str) -> str:
-    """Return the page of one package: the names that users call first, then all others."""
-    package = importlib.import_module(name)
+    """Return the page of one package: the names that users call first, then all others.
+
+    An object that several packages show is described on one page; the others link to it. Two headings of one object
+    would make every cross-reference to it ambiguous, which is a warning, and an error in `make docs`.
+    """
     parts = [f"# {name.replace('.', '.<wbr>')}"]  # a phone breaks the line behind a dot, not inside of a word
-    members = getattr(package, "__all__", None) or public_members(package)
-    for member in dict.fromkeys((*PACKAGES[name], *members)):
-        value = getattr(package, member)
-        is_documented = inspect.isroutine(value) or inspect.isclass(value)
-        if is_documented and str(value.__module__).startswith("apex"):  # names of PyTorch are not, nor built-in ones
-            parts.append(f"::: {value.__module__}.{value.__qualname__}")
+    for path, member in _documented(name).items():
+        page = _page_of()[path]
+        parts.append(f"::: {path}" if page == name else f"[`{member}`][{path}]: see `{page}`.")
     return "\n\n".join(parts) + "\n"
+
+
+@functools.cache
+def _documented(name: str) -> dict[str, str]:
+    """Return the functions and classes that a package shows: each one's full name, and its name in the package."""
+    package = importlib.import_module(name)
+    members = getattr(package, "__all__", None) or public_members(package)
+    values = {member: getattr(package, member) for member in dict.fromkeys((*PACKAGES[name], *members))}
+    return {
+        f"{value.__module__}.{value.__qualname__}": member
+        for member, value in values.items()
+        if (inspect.isroutine(value) or inspect.isclass(value))
+        and str(value.__module__).startswith("apex")  # names of PyTorch are not described, nor built-in ones
+    }
+
+
+@functools.cache
+def _page_of() -> dict[str, str]:
+    """Return for each object the package whose page describes it: of those that show it, the one nearest to it."""
+    pages: dict[str, str] = {}
+    for name in sorted(PACKAGES, key=len):
+        for path in _documented(name):
+            if path.startswith(f"{name}.") or path not in pages:
+                pages[path] = name
+    return pages
 
 
 def public_members(module: Any) -> list[str]:

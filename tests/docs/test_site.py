@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import functools
 import http.server
+import itertools
 import json
+import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -25,9 +28,16 @@ PHONE, DESK = (390, 844), (1400, 900)
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run `make docs` itself: with other options, such as --quiet, mkdocs may report less."""
     folder = Path(tmp_path_factory.mktemp("site"))
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    lines = (ROOT / "Makefile").read_text().split("\ndocs:")[1].splitlines()
+    recipe = itertools.takewhile(lambda line: line.startswith("\t"), lines[1:])
+    (words,) = (shlex.split(line) for line in recipe)
+    variable, python, *arguments = words
+    assert python == "$(BIN)/python"
+    command = [sys.executable, *arguments, "--site-dir", str(folder)]
+    environment = {**os.environ, **dict([variable.split("=")])}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
