@@ -18,6 +18,7 @@ import torch
 from apex import checkpoint
 from tests.campaign.trials import Trials
 from tests.parallel import victim
+from tests.support.forks import fork
 
 # The largest loss scale at which gradients of the small model overflow only where they are made to.
 CEILING = 2.0**13
@@ -37,7 +38,7 @@ def ranks(trials: Trials, number: int) -> None:
         for kind in victim.KINDS:
             (folder / kind).mkdir()
             for rank in range(3):
-                child = os.fork()
+                child = fork()
                 if not child:
                     os._exit(victim.run(kind, folder / kind, rank, 3))
                 children[child] = kind, rank

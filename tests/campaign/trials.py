@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from tests.support.forks import fork
+
 
 class Trials:
     """The trials of a part: counts them, shows how far they are, and keeps the first failures."""
@@ -60,7 +62,7 @@ def in_children(works: Sequence[Callable[[], str]]) -> list[str]:
     children = []
     for work in works:
         reading, writing = os.pipe()
-        child = os.fork()
+        child = fork()
         if child == 0:
             try:
                 said = work()

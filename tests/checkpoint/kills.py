@@ -21,6 +21,7 @@ import torch
 from apex import checkpoint
 from apex.checkpoint import _background
 from tests.support.forked_writer import ForkedWriter
+from tests.support.forks import fork
 
 KEEP = 3
 ELEMENTS = 100_000
@@ -60,7 +61,7 @@ def kill_while_saving(
     save that it has begun.
     """
     reading, writing = os.pipe()
-    child = os.fork()
+    child = fork()
     if child == 0:
         os.close(reading)
         try:

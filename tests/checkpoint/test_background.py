@@ -21,6 +21,7 @@ from torch import nn
 
 from apex import checkpoint
 from apex.checkpoint import _background, _writer
+from tests.support.forks import fork
 
 pytestmark = [
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="writers are forked"),
@@ -227,7 +228,7 @@ def test_forked_processes_save_on_their_own_and_hold_no_writer(tmp_path: Path) -
     checkpoint.save_sharded({"x": torch.ones(2)}, tmp_path / "a", use_async=True)
     checkpoint.wait()
     reading, writing = os.pipe()
-    child = os.fork()
+    child = fork()
     if not child:
         try:
             checkpoint.save_sharded({"x": torch.zeros(2)}, tmp_path / "b", use_async=True)
@@ -265,10 +266,10 @@ def test_a_writer_that_meets_nobody_ends_with_its_process(monkeypatch: pytest.Mo
     """Otherwise the writers of a run that was killed and started again would keep their memory for half an hour."""
     monkeypatch.setattr(_writer, "_WATCH_SECONDS", 0.05)
     reading, writing = os.pipe()
-    parent = os.fork()
+    parent = fork()
     if not parent:
         parent = os.getpid()
-        if not os.fork():
+        if not fork():
             with _writer._ending_with(parent):
                 signal.pause()
         os._exit(0)

@@ -21,6 +21,7 @@ import torch
 from apex import _atomic, checkpoint
 from apex._atomic import atomic_file, replacing, temporary_beside, unfinished_folder
 from apex.checkpoint import _files, _series
+from tests.support.forks import fork
 
 
 def names(folder: Path) -> list[str]:
@@ -242,7 +243,7 @@ def test_permissions_stay(tmp_path: Path) -> None:
 def in_child(work: Callable[[], None]) -> str:
     """Return the report of `work` from a forked process that may write only 100 kB to a file."""
     reading, writing = os.pipe()
-    child = os.fork()
+    child = fork()
     if child == 0:
         try:
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

@@ -31,6 +31,7 @@ from apex.contrib.optimizers import DistributedFusedAdam, DistributedFusedLAMB
 from apex.parallel import DistributedDataParallel, SyncBatchNorm, create_syncbn_process_group
 from apex.transformer import parallel_state
 from apex.transformer.tensor_parallel import ColumnParallelLinear, model_parallel_cuda_manual_seed
+from tests.support.forks import fork
 
 # The number of steps between checkpoints; the rank (from the end) that dies, the step, and the way it dies.
 EVERY = 5
@@ -162,7 +163,7 @@ def divide(folder: Path, processes: int, kinds: list[str]) -> None:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         for rank in range(processes):
-            child = os.fork()
+            child = fork()
             if not child:
                 os._exit(run(kind, folder / kind, rank, processes, port))
             (stopped if way == "stopped" and not rank else children)[child] = kind, rank

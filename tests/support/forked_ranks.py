@@ -12,6 +12,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from tests.support.forks import fork
+
 PATIENCE = timedelta(seconds=40)
 
 
@@ -25,7 +27,7 @@ def start(runs: Mapping[str, int], folder: Path, work: Callable[[str, Path], Non
     for name, ranks in runs.items():
         (folder / name).mkdir(exist_ok=True)
         for rank in range(ranks):
-            child = os.fork()
+            child = fork()
             if not child:
                 os._exit(_run_rank(name, folder / name, rank, ranks, work))
             children[child] = name, rank

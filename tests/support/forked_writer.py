@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from apex.checkpoint import _background, _writer
+from tests.support.forks import fork
 
 
 class ForkedWriter:
@@ -25,7 +26,7 @@ class ForkedWriter:
     def __init__(self, channel: int, meeting: Any, inherited: list[int], module: str) -> None:
         assert meeting is None
         self._status: int | None = None
-        self.pid = os.fork()
+        self.pid = fork()
         if self.pid:
             return
         try:
@@ -59,7 +60,7 @@ class PreparedWriter(ForkedWriter):
     def __init__(self) -> None:
         self._status: int | None = None
         self._channel, theirs = socket.socketpair()
-        self.pid = os.fork()
+        self.pid = fork()
         if self.pid:
             theirs.close()
             return

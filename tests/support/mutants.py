@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from tests.support.forks import fork
 from tests.support.mutants_settings import CALLS, ELSEWHERE, MESSAGES, OPERATORS, PACKAGES, WITHOUT_EFFECT
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -153,7 +154,7 @@ class Tree:
         """Run tests, of which the first that fails ends all; they may take three times as long as when they passed."""
         start = time.monotonic()
         limit = min(start + self.limits.get(tests, 600), self.end)
-        child = os.fork()
+        child = fork()
         if not child:
             self._become(tests)
         ended = status = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(scope="module")
 def in_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return run_checks(gpu_checks.__name__, Path(tmp_path_factory.mktemp("gpu")))
+    return run_checks(gpu_checks.__name__, Path(tmp_path_factory.mktemp("gpu")), on_gpu=True)
 
 
 @pytest.mark.parametrize("name", gpu_checks.CHECKS)
@@ -75,7 +76,7 @@ def test_the_scaler_does_not_wait_for_the_device() -> None:
     parameter = nn.Parameter(torch.ones(1000, device="cuda"))
     optimizer = FusedAdam([parameter], lr=0.5)
     scaler = GradScaler(init_scale=8.0)
-    changed = []
+    changed: list[bool] = []
     for factor in (1.0, 1.0, float("inf"), 1.0):
         before = parameter.detach().clone()
         optimizer.zero_grad()
@@ -97,7 +98,7 @@ def test_the_scaler_does_not_wait_for_the_device() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weight_gradients_are_added_in_place(dtype: torch.dtype) -> None:
     """The fused product adds to float32 sums and allocates no gradient of the weight's size."""
-    layer = tensor_parallel.ColumnParallelLinear(
+    layer: Any = tensor_parallel.ColumnParallelLinear(
         256, 512, gather_output=False, params_dtype=dtype, gradient_accumulation_fusion=True
     )
     layer.weight.main_grad = torch.zeros_like(layer.weight, dtype=torch.float32)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return run_checks(gpu_checks.__name__, Path(tmp_path_factory.mktemp("two")))
+    return run_checks(gpu_checks.__name__, Path(tmp_path_factory.mktemp("two")), on_gpu=True)
 
 
 @pytest.mark.parametrize("name", gpu_checks.CHECKS)

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(scope="module")
 def in_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return run_checks(gpu_checks.__name__, Path(tmp_path_factory.mktemp("gpu")))
+    return run_checks(gpu_checks.__name__, Path(tmp_path_factory.mktemp("gpu")), on_gpu=True)
 
 
 @pytest.mark.parametrize("name", gpu_checks.CHECKS)
