@@ -77,3 +77,12 @@ def test_processes_of_gpu_tests_see_the_gpu() -> None:
     wrong = [place for place, right in given.items() if not right]
     assert not wrong, f"run_checks needs on_gpu=True in modules that are marked `gpu`, and only there: {wrong}"
     assert sum(needs_gpu(code) for code in files().values()) > 10
+
+
+def test_calls_of_gpu_tests_are_checked_by_types() -> None:
+    section = re.search(r"\nmodules = \[(.*?)\]", (ROOT / "pyproject.toml").read_text(), re.DOTALL)
+    assert section is not None
+    listed = set(re.findall(r'"tests\.([\w.]+)"', section[1]))
+    there = {name for name, code in files().items() if needs_gpu(code) or name.endswith("gpu_checks.py")}
+    missing = {name.removesuffix(".py").replace("/", ".") for name in there} - listed
+    assert not missing, f"add to `modules` of [tool.mypy] in pyproject.toml, for CI runs none of their tests: {missing}"

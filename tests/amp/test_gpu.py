@@ -120,7 +120,7 @@ def test_fused_batch_norms(level: str, no_waiting: Any) -> None:
     kinds = torch.arange(8, device="cuda") % 4
     losses: dict[Any, list[Tensor]] = {Plain: [], fused: []}
     for norm, found in losses.items():
-        model = Residual(norm).to("cuda", memory_format=torch.channels_last)
+        model = Residual(norm).to("cuda", memory_format=torch.channels_last)  # type: ignore[call-overload]
         optimizer = FusedSGD(model.parameters(), lr=0.05, momentum=0.9)
         model, optimizer = quiet(model, optimizer, opt_level=level, dynamic_init_scale=256.0)
         for step in range(6):

@@ -66,7 +66,7 @@ def zeros(state: Any) -> Any:
 @pytest.mark.parametrize("staging", ["host", "device"])
 @pytest.mark.parametrize("capture", [False, True], ids=["eager", "captured"])
 @pytest.mark.parametrize("optimizer", [torch.optim.Adam, FusedAdam])
-def test_steps_after_the_call_change_nothing(optimizer: Any, capture: bool, staging: str, tmp_path: Path) -> None:
+def test_steps_after_the_call_change_nothing(optimizer: Any, capture: bool, staging: Any, tmp_path: Path) -> None:
     training = Training(optimizer, capture)
     for _ in range(2):  # the second save uses the memory again
         expected = copied(training.state())

@@ -52,7 +52,7 @@ class Training:
             )
         self.model = wrap(self.model)
         self.level, self.clip = level, clip
-        self.schedule = None
+        self.schedule: Any = None
         if schedule:
             rate = lambda step: 0.1 + 0.9 * math.cos(step / 25) ** 2  # noqa: E731
             self.schedule = torch.optim.lr_scheduler.LambdaLR(getattr(self.optimizer, "optim", self.optimizer), rate)

@@ -149,7 +149,7 @@ def accumulate(way: Any, in_one_call: bool) -> list[Any]:
 
     losses = []
     if in_one_call:
-        run = step if way is None else way(step)
+        run: Any = step if way is None else way(step)
         losses = [run(*batch).clone() for batch in batches("cuda", 20)]
     else:
         run = micro_step if way is None else way(micro_step)

@@ -102,7 +102,7 @@ def test_gradients_live_in_buckets() -> None:
     """Gradients stay in the same memory in every pass, unless other code refers to it."""
     model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 3)).cuda(), message_size=4000)
 
-    def gradients(seed: int) -> list[Tensor]:
+    def gradients(seed: int) -> list[Any]:
         model.zero_grad()
         inputs = torch.randn(4, 64, generator=torch.Generator().manual_seed(seed)).cuda()
         model(inputs).square().sum().backward()
@@ -122,7 +122,8 @@ def test_gradients_live_in_buckets() -> None:
     net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 3)).cuda()
     net.load_state_dict(model.module.state_dict())
     net(torch.randn(4, 64, generator=torch.Generator().manual_seed(4)).cuda()).square().sum().backward()
-    assert all(map(torch.equal, new, (param.grad for param in net.parameters())))
+    expected: list[Any] = [param.grad for param in net.parameters()]
+    assert all(map(torch.equal, new, expected))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.bool, torch.int64], ids=str)

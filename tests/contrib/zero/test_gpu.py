@@ -69,7 +69,11 @@ def test_as_fused_adam(dtype: torch.dtype, options: dict[str, Any]) -> None:
 
 def test_scaled_states() -> None:
     net, twin = make(), make()
-    options = {"dtype": torch.float16, "grad_sync_dtype": torch.float32, "param_sync_dtype": torch.float32}
+    options: dict[str, Any] = {
+        "dtype": torch.float16,
+        "grad_sync_dtype": torch.float32,
+        "param_sync_dtype": torch.float32,
+    }
     train(net, DistributedFusedAdam(net.parameters(), lr=1e-2, with_scaled_states=True, **options))
     train(twin, FusedAdam(twin.parameters(), lr=1e-2))
     for found, expected in zip(net.parameters(), twin.parameters(), strict=True):
@@ -87,7 +91,7 @@ def scaled(net: nn.Module, optimizer: Any, scaler: Any, factor: float) -> None:
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 def test_a_step_does_not_wait_for_the_device() -> None:
     net = make()
-    optimizer = DistributedFusedAdam(net.parameters(), lr=1e-2)
+    optimizer: Any = DistributedFusedAdam(net.parameters(), lr=1e-2)
     scaler = torch.amp.GradScaler("cuda", init_scale=2.0**8)
     for factor in (1.0, torch.inf):
         scaled(net, optimizer, scaler, factor)
@@ -138,7 +142,7 @@ def test_in_a_cuda_graph() -> None:
 
 def test_state_dicts() -> None:
     net, twin = make(), make()
-    optimizer = DistributedFusedAdam(net.parameters(), lr=1e-2)
+    optimizer: Any = DistributedFusedAdam(net.parameters(), lr=1e-2)
     train(net, optimizer)
     for layout in (1, 2):
         other = DistributedFusedAdam(twin.parameters())
