@@ -15,7 +15,7 @@ GRIDS := tests/_bench/test_plain_models.py tests/booster/test_processes.py tests
 # seconds, and its compiler for 4 more.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: dist docs docs-serve demo test test-versions cross-compile grids campaign mutants clients lint types format clean
+.PHONY: dist docs docs-serve demo test gpu-1 gpu-2 test-versions cross-compile grids campaign mutants clients lint types format clean
 
 demo: $(VENV)/.demo-ready
 	$(BIN)/apex demo
@@ -26,6 +26,16 @@ test: lint
 	@$(BIN)/mypy > $(VENV)/types.txt 2>&1 & types=$$!; \
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder; tests=$$?; \
 	wait $$types; types=$$?; cat $(VENV)/types.txt; exit $$((tests | types))
+
+# All tests that need a GPU, in two parts of some minutes each: more processes need more of its memory.
+GPU_PROCESSES ?= 14
+GPU_PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(GPU_PROCESSES) --dist worksteal
+
+gpu-1: $(VENV)/.test-ready
+	$(GPU_PYTEST) -m gpu tests/ops
+
+gpu-2: $(VENV)/.test-ready
+	$(GPU_PYTEST) -m gpu tests --ignore=tests/ops
 
 # The quick half of the tests on other versions of PyTorch and Python; downloads each PyTorch.
 test-versions:

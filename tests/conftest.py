@@ -1,16 +1,17 @@
 """Where tests run: on a GPU for real when there is one, else on the CPU with Triton's interpreter."""
 
 import gc
-import importlib
+import importlib.util
 import logging
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Generator, Iterator
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
 
 from .support import quick_interpreter
+from .support.drawn import HealthCheck, settings
 
 GPU = torch.cuda.is_available()
 
@@ -56,8 +57,28 @@ if not GPU:
         devices.manual_seed_all = lambda seed: None  # type: ignore[attr-defined]
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
     parser.addoption("--every-launch", action="store_true", help="compile every launch of a kernel for every GPU")
+    if not pluginmanager.hasplugin("timeout"):
+        parser.addini("timeout", "how many seconds a test may take, for the plugin pytest-timeout")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not config.pluginmanager.hasplugin("timeout"):
+        config.addinivalue_line("markers", "timeout(seconds): how long a test may take, for the plugin pytest-timeout")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Skip modules that use the command line where what it needs is missing: a GPU machine may have PyTorch alone."""
+    report = yield
+    missing = re.search(r"No module named '(rich|typer)\b", str(report.longrepr)) if report.failed else None
+    if missing and importlib.util.find_spec(missing[1]) is None:
+        report.outcome = "skipped"
+        report.longrepr = (os.fspath(collector.path), 0, f"Skipped: {missing[1]} is not installed")
+    return report
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -111,12 +132,16 @@ def poisoned_memory() -> Iterator[None]:
 
 @pytest.fixture
 def forked_writers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let writers of asynchronous saves be forks; end a test without a save in flight and without a writer."""
+    """Let writers of asynchronous saves be forks; end a test without a save in flight and without a writer.
+
+    On a GPU they are real processes.
+    """
     from apex.checkpoint import _background
 
     from .support.forked_writer import ForkedWriter
 
-    monkeypatch.setattr(_background, "start_process", ForkedWriter)
+    if not GPU:
+        monkeypatch.setattr(_background, "start_process", ForkedWriter)
     monkeypatch.setattr(_background, "_writer_of_process", None)
     yield
     _background.wait()

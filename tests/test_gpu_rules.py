@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.parallel.processes import environment
 from tests.support.forks import fork
+from tests.support.warm import run_python
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = ROOT / "tests"
@@ -39,6 +41,14 @@ def needs_gpu(code: ast.Module) -> bool:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark":
             return "pytest.mark.gpu" in ast.unparse(node.value)
     return False
+
+
+def test_a_machine_with_pytorch_and_pytest_alone_collects_gpu_tests(tmp_path: Path) -> None:
+    """No plugin of pytest, no Hypothesis, no command line: CONTRIBUTING.md promises that a source tree is enough."""
+    bare = {**environment(), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = run_python("-m", "tests.support.bare", cwd=ROOT, environment=bare, timeout=250)
+    assert done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED, done.stdout[-5000:] + done.stderr[-5000:]
+    assert "no tests collected" in done.stdout
 
 
 def test_processes_are_forked_in_one_way() -> None:
@@ -86,3 +96,25 @@ def test_calls_of_gpu_tests_are_checked_by_types() -> None:
     there = {name for name, code in files().items() if needs_gpu(code) or name.endswith("gpu_checks.py")}
     missing = {name.removesuffix(".py").replace("/", ".") for name in there} - listed
     assert not missing, f"add to `modules` of [tool.mypy] in pyproject.toml, for CI runs none of their tests: {missing}"
+
+
+def test_hypothesis_is_imported_in_one_place() -> None:
+    """Tests of a module that run on a GPU must not need what only its other tests need."""
+    found = {
+        name
+        for name, code in files().items()
+        for node in ast.walk(code)
+        if (isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "hypothesis")
+        or (isinstance(node, ast.Import) and any(alias.name == "hypothesis" for alias in node.names))
+    }
+    assert found == {"support/drawn.py"}, "import given, settings and st from tests.support.drawn"
+
+
+def test_the_two_parts_of_the_gpu_selection_are_the_whole() -> None:
+    recipes = re.findall(r"\ngpu-\d:.*\n\t(.*)", (ROOT / "Makefile").read_text())
+    parts = [recipe.partition("-m gpu ")[2].split() for recipe in recipes]
+    folders = parts[0]
+    assert all((ROOT / folder).is_dir() for folder in folders)
+    assert parts[1:] == [["tests", *(f"--ignore={folder}" for folder in folders)]]
+    guide = (ROOT / "CONTRIBUTING.md").read_text()
+    assert all(f"pytest -m gpu {' '.join(part)}\n" in guide for part in parts)

@@ -14,15 +14,14 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-import hypothesis
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
 
 from tests.support import property_examples, property_layers, property_training
+from tests.support.drawn import HealthCheck, given, settings, st
 from tests.support.properties import run_trial
 
+hypothesis = pytest.importorskip("hypothesis")
 SUBJECTS = {**property_examples.SUBJECTS, **property_layers.SUBJECTS, **property_training.SUBJECTS}
 CAMPAIGN = settings.default == settings.get_profile("campaign")
 EXAMPLES = settings.get_profile("campaign").max_examples if CAMPAIGN else 25
@@ -54,7 +53,7 @@ def test_calls_work_or_are_refused(subject: str) -> None:
     @settings(
         max_examples=EXAMPLES,
         derandomize=not CAMPAIGN,
-        phases=[Phase.generate],
+        phases=[hypothesis.Phase.generate],
         deadline=None,
         database=None,
         suppress_health_check=list(HealthCheck),

@@ -6,12 +6,11 @@ import gc
 from unittest import mock
 
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from apex._distributed import reducer
 from apex._distributed.collectives import Done
 from apex._distributed.reducer import BucketReducer, Sent, weak_method
+from tests.support.drawn import given, settings, st
 
 BUCKETS = st.lists(st.sets(st.integers(0, 5), min_size=1), min_size=1, max_size=5)
 

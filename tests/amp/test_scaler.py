@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from apex import amp
 from apex.amp._amp_state import _amp_state as state
 from apex.amp.scaler import LossScaler
 from apex.optimizers import FusedSGD
 from tests.amp.common import assert_same, loss_of, overflow_at, quiet, small_model, train, values
+from tests.support.drawn import given, settings, st
 
 
 class Model:

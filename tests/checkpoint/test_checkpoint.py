@@ -16,12 +16,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from apex import _atomic, checkpoint
 from apex.booster import Booster
 from tests.campaign.trials import in_child
+from tests.support.drawn import given, settings, st
 
 
 def state_of(step: int) -> dict[str, object]:

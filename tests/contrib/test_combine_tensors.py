@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import apex
 from apex.contrib.combine_tensors import (
@@ -13,6 +11,7 @@ from apex.contrib.combine_tensors import (
     get_part_combined_tensor,
     is_combined_tensor_valid,
 )
+from tests.support.drawn import given, settings, st
 
 DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8]

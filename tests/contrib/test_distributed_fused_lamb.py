@@ -13,8 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 from apex._distributed.groups import timeout_of
@@ -24,6 +22,7 @@ from tests.contrib import lamb_checks, lamb_four_checks, lamb_resharding
 from tests.contrib.lamb_problem import STEPS, assert_solved, averaged, backward, distributed_step, made, parameters
 from tests.optimizers.references import Lamb
 from tests.parallel.processes import run_checks
+from tests.support.drawn import given, settings, st
 
 PATIENCE = timedelta(seconds=41)
 ALONE = (

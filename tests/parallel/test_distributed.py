@@ -6,14 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 from apex.parallel import DistributedDataParallel, Reducer, distributed
 from apex.parallel._buckets import plan
 from tests.parallel import distributed_checks, four_checks
 from tests.parallel.processes import run_checks
+from tests.support.drawn import given, settings, st
 
 
 @pytest.fixture(scope="module")

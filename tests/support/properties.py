@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from hypothesis import strategies as st
 from torch import Tensor
 
 from apex.ops._tolerance import excess
+from tests.support.drawn import st
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 DTYPES = (*FLOATS, torch.float32, torch.int64, torch.int32)

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from hypothesis import strategies as st
 from torch import Tensor
 
 from apex.ops._examples import LAYOUTS, Example, Make, Random, all_examples, outputs_of
+from tests.support.drawn import st
 from tests.support.properties import Trial, draw_case, layer_trial
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
 from apex.contrib import multihead_attn, transducer
 from tests.ops.transducer import formulas
+from tests.support.drawn import st
 from tests.support.properties import Trial, draw_case, draw_tensor, layer_trial
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]

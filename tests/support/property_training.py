@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from hypothesis import strategies as st
 from torch import Tensor
 
 import amp_C
@@ -15,6 +14,7 @@ from apex import amp, optimizers
 from apex.contrib.clip_grad import clip_grad_norm_
 from apex.multi_tensor_apply import multi_tensor_applier
 from apex.parallel import LARC
+from tests.support.drawn import st
 from tests.support.properties import Case, Trial, draw_case, draw_tensor
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 from apex.checkpoint import save_sharded
 from apex.transformer import checkpoint
 from apex.transformer._resharding import model_parts, shards
+from tests.support.drawn import given, settings, st
 
 
 @settings(max_examples=60, deadline=None)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from apex.contrib.optimizers._zero.layout import Layout, WholeLayout, merge_adjacent
+from tests.support.drawn import given, settings, st
 
 LAYOUTS = st.builds(
     Layout,

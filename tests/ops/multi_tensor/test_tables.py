@@ -1,13 +1,12 @@
 """Which program works on what: every element belongs to exactly one."""
 
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from apex.ops._device import DeviceFacts
 from apex.ops.multi_tensor import config
 from apex.ops.multi_tensor.flat import is_dense
 from apex.ops.multi_tensor.tables import Layout, PointerTable
+from tests.support.drawn import given, st
 
 CPU = torch.device("cpu")
 

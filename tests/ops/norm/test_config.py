@@ -4,8 +4,6 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from apex.ops._device import DeviceFacts, pretend
 from apex.ops._launch import record_launches
@@ -18,6 +16,7 @@ from apex.ops.norm.config import (
     next_power_of_2,
     plain_programs,
 )
+from tests.support.drawn import given, st
 
 ROWS = st.integers(1, 1 << 24)
 LENGTHS = st.one_of(st.integers(1, 70000), st.sampled_from([1 << n for n in range(17)]))

@@ -1,10 +1,8 @@
 """The launch rules, for any shape and device: what the kernels rely on holds."""
 
-from hypothesis import given
-from hypothesis import strategies as st
-
 from apex.ops._device import DeviceFacts
 from apex.ops.xentropy.config import SHORT_ROW, backward_config, forward_config, short_config
+from tests.support.drawn import given, st
 
 ROWS = st.integers(1, 1 << 24)
 CLASSES = st.one_of(st.integers(1, 200000), st.sampled_from([1 << n for n in range(21)]))
