@@ -600,6 +600,33 @@ def _offloaded(stage: int, precision: str, optimizer: str, offloads: bool, rank:
     return losses, parts[1].get_grad_norm(), weights_of(parts[0]), whole_optimizer(parts[1])
 
 
+class Adapted(nn.Linear):
+    """A stand-in for a model with adapters of peft."""
+
+    def save_pretrained(self, folder: str, safe_serialization: bool) -> None:
+        torch.save((next(self.parameters()).dtype, self.state_dict()), Path(folder, "adapter_model.bin"))
+        Path(folder, "adapter_config.json").touch()
+
+
+def adapters_are_exact(rank: int) -> None:
+    """Adapters are saved with the float32 weights that are divided among processes; the frozen weight as it is."""
+    torch.manual_seed(0)
+    booster, model = make(plugin=LowLevelZeroPlugin(2, "bf16")), Adapted(8, 8)
+    model.weight.requires_grad_(False)
+    boosted, optimizer, *_ = booster.boost(model, FusedAdam([model.bias], lr=1e-3))
+    for _ in range(2):
+        optimizer.backward(boosted(torch.ones(1, 8)).square().sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    exact = whole_model(boosted)
+    booster.save_lora_as_pretrained(boosted, "adapters")
+    dtype, saved = torch.load("adapters/adapter_model.bin", weights_only=False)
+    assert (dtype, saved["bias"].dtype, saved["weight"].dtype) == (torch.float32, torch.float32, torch.bfloat16)
+    assert torch.equal(saved["bias"], exact["bias"])
+    assert not torch.equal(saved["bias"], model.bias)
+    dist.barrier()
+
+
 def other_loss_scales(rank: int) -> None:
     """Check that the first step finds a loss scale that was set in one rank only."""
     for plugin in PLUGINS:
@@ -670,6 +697,7 @@ CHECKS |= {
     "reads data in parts": reads_data_in_parts,
     "other loss scales": other_loss_scales,
     "clips with offloaded state": offloaded_state_is_equal,
+    "adapters are exact": adapters_are_exact,
     **zero_checks.CHECKS,
     **{f"ranks that differ {plugin}": ranks_that_differ(plugin) for plugin in PLUGINS},
 }

@@ -162,12 +162,17 @@ class Pretrained(nn.Linear):
     def save_pretrained(self, folder: Path) -> None:
         torch.save((next(self.parameters()).dtype, self.state_dict()), folder / "model")
 
+    def push_to_hub(self, folder: Path) -> None:
+        self.save_pretrained(folder)
 
+
+@pytest.mark.parametrize("method", ["save_pretrained", "push_to_hub"])
 @pytest.mark.parametrize("options", [{}, {"master_weights": True}, {"master_bits": 32}])
-def test_save_pretrained_writes_the_exact_weights(options: Any, tmp_path: Path) -> None:
+def test_save_pretrained_writes_the_exact_weights(options: Any, method: str, tmp_path: Path) -> None:
     inner = Pretrained(8, 8)
     model, _optimizer, *_ = Booster("cpu", O5).boost(inner, FusedAdam(inner.parameters(), **options))
-    model.save_pretrained(tmp_path)
+    getattr(model, method)(tmp_path)
+    assert "save_pretrained" not in vars(inner)
     dtype, state = torch.load(tmp_path / "model", weights_only=False)
     assert (inner.weight.dtype, dtype) == (torch.bfloat16, torch.float32)
     assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())

@@ -166,8 +166,7 @@ def check_dpo(loss_types: Sequence[str], label_smoothing: float, weighted: bool,
             raise ValueError(f"loss_type {loss_type!r} sorts the pairs: it takes no pair_weights, nor use_weighting")
     if label_smoothing and not set(loss_types) & set(SMOOTHED):
         warnings.warn(
-            f"label_smoothing={label_smoothing} has no effect on loss_type {', '.join(loss_types)}; it belongs to "
-            f"{', '.join(SMOOTHED)}",
+            f"label_smoothing has no effect on loss_type {', '.join(loss_types)}; it belongs to {', '.join(SMOOTHED)}",
             stacklevel=stacklevel,
         )
 

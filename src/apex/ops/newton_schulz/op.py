@@ -45,7 +45,7 @@ def newton_schulz(
     if method not in METHODS:
         raise ValueError(f"method={method!r} is none of {', '.join(METHODS)}")
     for triple in coefficients:
-        if len(triple) != 3 or not all(math.isfinite(number) for number in triple):
+        if len(triple) != 3 or not all(abs(number) < math.inf for number in triple):
             raise ValueError(f"coefficients must be triples of finite numbers, got {triple!r}")
     batch = matrices.detach().reshape(math.prod(matrices.shape[:-2]), *matrices.shape[-2:])
     method, dtype = resolved(batch.shape[1:], matrices.dtype, batch.device, method, dtype)

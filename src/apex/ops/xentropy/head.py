@@ -116,7 +116,8 @@ def make_head(
     """Return the settings of a head; raise for values that are not accepted."""
     check_tensors(input=input)
     for name, value in (("logit_scale", logit_scale), ("temperature", temperature), ("softcap", softcap)):
-        if value is not None and not (math.isfinite(value) and (value > 0.0 or (name == "logit_scale" and value))):
+        size = value if value is None or name != "logit_scale" else abs(value)
+        if size is not None and not 0.0 < size < math.inf:  # `math.isfinite` of a traced number breaks a graph
             accepted = "finite and not zero" if name == "logit_scale" else "a positive number"
             raise ValueError(f"{name}={value} must be {accepted}")
     if keep_logits == "auto":
