@@ -24,7 +24,7 @@ from ._stages import Stages
 from .checkpoint_io import CheckpointIO
 from .mixed_precision import FP32Precision, MixedPrecision, Precision, mixed_precision_factory
 from .plugin.plugin_base import Boosted, PipelinePluginBase, Plugin
-from .wrappers import ModelWrapper, OptimizerWrapper, check_boosted, check_model, unwrapped
+from .wrappers import ModelWrapper, OptimizerWrapper, check_boosted, check_model, masters_of, save_exact, unwrapped
 
 __all__ = ["Booster"]
 
@@ -247,11 +247,17 @@ class Booster:
     def save_lora_as_pretrained(
         self, model: Any, checkpoint: str | os.PathLike[str], use_safetensors: bool = False
     ) -> None:
-        """Save the LoRA adapters of a model, whole or not at all, for `enable_lora(pretrained_dir=...)`."""
+        """Save the LoRA adapters of a model, whole or not at all, for `enable_lora(pretrained_dir=...)`.
+
+        All processes must call it.
+        """
         adapted = unwrapped(model)
         if not hasattr(adapted, "save_pretrained"):
             raise TypeError(f"model must be one with adapters, from enable_lora, not a {type(adapted).__name__}")
-        save = getattr(model, "save_pretrained", adapted.save_pretrained)  # a boosted model's has the master weights
+        masters, exact = masters_of(model), None
+        if masters is not None and not masters.is_local:
+            exact = masters.read(list(adapted.parameters()), is_first())
+        save = functools.partial(save_exact, model, "save_pretrained", exact=exact)
         files = AdapterFolder(lambda folder: save(str(folder), safe_serialization=use_safetensors))
         CheckpointIO()._write(lambda _: files, checkpoint, False, "host", "wait")
 

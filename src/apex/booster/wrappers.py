@@ -54,8 +54,8 @@ class ModelWrapper(nn.Module):
         except AttributeError:
             if name == "module":  # __init__ has not set it yet
                 raise
-            if name == "save_pretrained" and hasattr(unwrapped(self), name):
-                return functools.partial(_save_pretrained, self)
+            if name in ("save_pretrained", "push_to_hub") and hasattr(unwrapped(self), name):
+                return functools.partial(save_exact, self, name)
             return getattr(self.module, name)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -91,7 +91,7 @@ class ModelWrapper(nn.Module):
         state = unwrapped(self).state_dict(*args, **kwargs)
         masters = masters_of(self)
         if getattr(masters, "is_local", False) and not kwargs.get("keep_vars", False):
-            _put_masters(unwrapped(self), state, kwargs.get("prefix", ""), masters)
+            _put_masters(unwrapped(self), state, kwargs.get("prefix", ""), masters.read())
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -123,26 +123,37 @@ class ModelWrapper(nn.Module):
             )
 
 
-def _put_masters(model: nn.Module, state: dict[str, Any], prefix: str, masters: Any) -> None:
-    """Replace the entries of a state dict of the user's model by the float32 master weights of this process."""
-    exact = masters.read()
+def _put_masters(model: nn.Module, state: dict[str, Any], prefix: str, exact: dict[Tensor, Tensor]) -> None:
+    """Replace the entries of a state dict of the user's model by the float32 values of parameters."""
     for name, param in model.named_parameters(remove_duplicate=False):
         if param in exact and prefix + name in state:
             state[prefix + name] = exact[param]
 
 
-def _save_pretrained(model: ModelWrapper, *args: Any, **kwargs: Any) -> Any:
-    """Call `save_pretrained` of the user's model, which writes the float32 master weights of this process."""
+def save_exact(
+    model: nn.Module, method: str, *args: Any, exact: dict[Tensor, Tensor] | None = None, **kwargs: Any
+) -> Any:
+    """Call `save_pretrained` or `push_to_hub` of the user's model, which writes the float32 values of parameters.
+
+    `exact` has these values; without it they are the master weights of this process.
+    """
     inner, masters = unwrapped(model), masters_of(model)
-    if not getattr(masters, "is_local", False):
-        return inner.save_pretrained(*args, **kwargs)
+    if exact is None and getattr(masters, "is_local", False):
+        exact = masters.read()
+    if not exact:
+        return getattr(inner, method)(*args, **kwargs)
     hook = inner.register_state_dict_post_hook(
-        lambda module, state, prefix, _: _put_masters(module, state, prefix, masters)
+        lambda module, state, prefix, _: _put_masters(module, state, prefix, exact)
     )
+    own = vars(inner).get("save_pretrained")
+    vars(inner)["save_pretrained"] = SavePretrained(inner)  # push_to_hub calls it
     try:
-        return SavePretrained(inner)(*args, **kwargs)
+        return getattr(inner, method)(*args, **kwargs)
     finally:
         hook.remove()
+        del vars(inner)["save_pretrained"]
+        if own is not None:
+            vars(inner)["save_pretrained"] = own
 
 
 def masters_of(model: Any) -> Any:
