@@ -130,6 +130,21 @@ def local_gradients_are_not_unscaled(rank: int) -> None:
             with refusal, outer, scaling as scaled, inner:
                 scaled.backward()
             optimizer.zero_grad()
+        wrapped = nn.parallel.DistributedDataParallel(net, find_unused_parameters=True)  # its forward pass decides
+        with (
+            pytest.raises(RuntimeError, match="give delay_unscale=True"),
+            wrapped.no_sync(),
+            amp.scale_loss(loss_of(wrapped, rank), optimizer) as scaled,
+        ):
+            scaled.backward()
+        optimizer.zero_grad()
+        with wrapped.no_sync(), amp.scale_loss(loss_of(wrapped, rank), optimizer, delay_unscale=True) as scaled:
+            scaled.backward()
+        with amp.scale_loss(loss_of(wrapped, rank), optimizer) as scaled, wrapped.no_sync():
+            with torch.no_grad():
+                loss_of(wrapped, rank)
+            scaled.backward()
+        assert_same_everywhere([param.grad for param in amp.master_params(optimizer)])
         other = Net()
         other, others = quiet(other, OPTIMIZERS["SGD"](other.parameters()), opt_level=level)
         with amp.scale_loss(loss_of(other, rank), others) as scaled:  # a model without a wrapper

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from .._distributed import unreduced
 from .._distributed.shards import is_sharded
 from . import _autocast
 from ._amp_state import HALF, _amp_state, float32_values
@@ -172,6 +173,8 @@ class CastForward:
         return functools.partial(type(model).forward, model)  # looked up now: lazy and sharded models change class
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            unreduced.note_forward()
         casts = self.casts
         if self.is_copy and casts.inputs is not None and not self._has_weights_of(casts.inputs):
             casts = dataclasses.replace(casts, inputs=None)  # the copy was cast since, for example by `.float()`
