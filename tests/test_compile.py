@@ -1,5 +1,7 @@
 """Models with every fused module and function compile in one graph, at every opt level of half precision."""
 
+import inspect
+import re
 from typing import Any
 
 import pytest
@@ -7,10 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from apex import amp, fused_bias_swiglu, ops
+from apex.contrib.llm_losses import grpo_loss
 from apex.normalization import FusedLayerNorm
 from apex.ops import _library
+from apex.ops.newton_schulz import newton_schulz
 from tests.support.grids import full_grids
-from tests.support.public_calls import Call, calls
+from tests.support.public_calls import Call, calls, signature_of
 
 # What is no part of a model; and RNNs, which are loops over time of PyTorch's operators.
 LEFT_OUT = ("multi_tensor_applier", "clip_grad_norm_", "RNN.")
@@ -91,3 +95,61 @@ def test_a_graph_has_an_operator_for_each_op(monkeypatch: pytest.MonkeyPatch) ->
     with _library.implementation("auto"):
         torch.compile(function, backend=backend, fullgraph=True)(torch.randn(4, 2, 2, 32), torch.rand(4, 1, 1, 16))
     assert [name.split(".")[1] for name in seen] == ["glu", "norm", "rope"]
+
+
+def _scheduled(matrices: Tensor, first: float = 3.4445) -> Tensor:
+    return newton_schulz(matrices, [(first, -4.775, 2.0315)] * 2)
+
+
+def _policy(log_probs: Tensor, mask: Tensor, advantages: Tensor, beta: float = 0.1, k: float = 1.7) -> Any:
+    return grpo_loss(log_probs, mask, advantages, None, -mask, loss_type="vespo", beta=beta, vespo_k_pos=k)
+
+
+def calls_with_numbers() -> dict[str, tuple[Call, dict[str, float]]]:
+    """Return calls by name, with a value for each float that they take: a schedule may change any of them."""
+    table = [
+        *(call for call in calls() if not call.name.startswith(LEFT_OUT)),
+        Call("newton_schulz", _scheduled, {"matrices": torch.randn(2, 3, 4)}),
+        Call(
+            "vespo", _policy, {"log_probs": -torch.rand(2, 3), "mask": torch.ones(2, 3), "advantages": torch.randn(2)}
+        ),
+    ]
+    found = {}
+    for call in table:
+        numbers = {}
+        for name, parameter in signature_of(call.function).parameters.items():
+            value = call.arguments.get(name, parameter.default)
+            if (
+                re.fullmatch(
+                    r"(Tensor \| )?float( \| None)?", inspect.formatannotation(parameter.annotation).strip("'")
+                )
+                and "dropout" not in name
+            ):
+                numbers[name] = 3.0 if value is None else value or 0.1
+        if numbers and not isinstance(call.function, nn.Module):
+            found[call.name] = call, numbers
+    return found
+
+
+NUMBERS = calls_with_numbers()
+
+
+@pytest.mark.skipif(torch.__version__ < "2.7", reason="Dynamo of PyTorch 2.6 takes numbers for constants")
+@pytest.mark.filterwarnings("ignore:label_smoothing:UserWarning")
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_may_change_in_one_graph(name: str) -> None:
+    """A number that changed is traced, and functions of `math` on it break the graph: compare it instead."""
+    call, numbers = NUMBERS[name]
+
+    def function(tensors: dict[str, Any], numbers: dict[str, float]) -> Any:
+        given = {**tensors, **numbers}
+        taken = [given.pop(each) for each in call.arguments]
+        return call.function(*taken, **given)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="eager")
+    for factor in (1.0, 1.25):
+        changed = {each: value * factor for each, value in numbers.items()}
+        expected = function(call.arguments, changed)
+        for one, other in zip(floats(compiled(call.arguments, changed)), floats(expected), strict=True):
+            torch.testing.assert_close(one, other, equal_nan=True, msg=f"{name} {changed}")

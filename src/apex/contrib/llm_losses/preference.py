@@ -164,9 +164,10 @@ def check_dpo(loss_types: Sequence[str], label_smoothing: float, weighted: bool,
             raise ValueError(f"label_smoothing={label_smoothing} must be at least 0 and below 0.5 for 'robust'")
         if weighted and loss_type in ("aot", "aot_unpaired"):
             raise ValueError(f"loss_type {loss_type!r} sorts the pairs: it takes no pair_weights, nor use_weighting")
-    if label_smoothing and not set(loss_types) & set(SMOOTHED):
+    if label_smoothing and not set(loss_types) & set(SMOOTHED) and not torch.compiler.is_compiling():
         warnings.warn(
-            f"label_smoothing has no effect on loss_type {', '.join(loss_types)}; it belongs to {', '.join(SMOOTHED)}",
+            f"label_smoothing={label_smoothing} has no effect on loss_type {', '.join(loss_types)}; it belongs to "
+            f"{', '.join(SMOOTHED)}",
             stacklevel=stacklevel,
         )
 
