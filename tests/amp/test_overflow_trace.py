@@ -1,5 +1,6 @@
 """Messages about skipped steps that name the module whose numbers were the first that are not finite."""
 
+import contextlib
 import copy
 import dataclasses
 import math
@@ -169,6 +170,39 @@ def test_all_microbatches_of_a_step_are_looked_at(capsys: pytest.CaptureFixture)
     train(model, optimizer, 1)
     assert {record.call for record in trace.records} == {1}
     assert not messages(capsys)
+
+
+class Raising(nn.Module):
+    """A layer that raises an error in the forward or in the backward pass while `where` says so."""
+
+    where = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.where == "forward":
+            raise ValueError("forward")
+        x.register_hook(self.raise_in_backward)
+        return x * 1
+
+    def raise_in_backward(self, _: Tensor) -> None:
+        if self.where == "backward":
+            raise ValueError("backward")
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_step_that_raised_leaves_no_records(where: str, capsys: pytest.CaptureFixture) -> None:
+    model, optimizer = prepared(network(Large(1.0), Raising()))
+    trace = amp.trace_overflow(model)
+    train(model, optimizer, 1)
+    for step in range(2):
+        model[1].forward_factor.fill_(1.0 if step else math.inf)
+        model[2].where = "" if step else where
+        raises = contextlib.nullcontext() if step else pytest.raises(ValueError, match=where)
+        with raises, amp.scale_loss(loss_of(model, step) * (math.inf if step else 1.0), optimizer) as scaled:
+            scaled.backward()
+    optimizer.step()
+    (line,) = messages(capsys)
+    assert "all outputs are finite; first in the backward pass: the gradient of the output of 3 (Linear)" in line
+    assert {record.call for record in trace.records} == {1}
 
 
 def test_each_loss_has_gradients_of_its_own(capsys: pytest.CaptureFixture) -> None:

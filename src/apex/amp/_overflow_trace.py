@@ -116,6 +116,9 @@ class _Call:
     def __call__(self, gradient: Tensor) -> None:
         """Record the gradient of an output."""
         trace = self.trace
+        if not trace._is_running:
+            trace._is_running = True
+            torch.autograd.Variable._execution_engine.queue_callback(trace._end_pass)  # type: ignore[attr-defined]
         if len(trace._measured) < _MOST_RECORDS:
             slot = (trace._buffers.get(gradient.get_device()) or trace._new_buffer(gradient)).measure(gradient)
             if slot is not None:
@@ -178,6 +181,31 @@ class _HookBeforeOverwriting(_Hook):
                     self.trace._new_slot(tensor)
 
 
+class _HookBeforeModel(_Hook):
+    """The hook before the forward pass of the traced model; a pass that has not ended by then raised an error."""
+
+    __slots__ = ()
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        """Begin a step if the last one raised an error, in the forward or in the backward pass."""
+        trace = self.trace
+        if (
+            trace._can_record(module) and torch._C._current_graph_task_id() == -1
+        ):  # no pass that a backward pass repeats
+            trace._ends_step = trace._ends_step or trace._is_running
+            trace._is_running = True
+
+
+class _HookAfterModel(_Hook):
+    """The hook after the forward pass of the traced model."""
+
+    __slots__ = ()
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Note that the forward pass has ended."""
+        self.trace._end_pass()
+
+
 def _ignore(*_: Any) -> None:
     """Do nothing, in place of a hook."""
 
@@ -204,6 +232,8 @@ class OverflowTrace:
         self._buffers: dict[int, MagnitudeBuffer] = {}  # by `get_device` of their tensors
         self._is_removed = False
         self._measured: list[_Measured] = []
+        # Whether a forward pass of the model, or a backward pass, has begun and not ended.
+        self._is_running = False
         self._begin()
         if after_skips is None:
             self._switch_on()
@@ -283,8 +313,14 @@ class OverflowTrace:
             self._switch_off()
         return taken, [values for buffer in buffers for values in buffer.values()]
 
+    def _end_pass(self) -> None:
+        self._is_running = False
+
     def _switch_on(self) -> None:
         model = self._model()
+        if model is not None and not isinstance(model, torch.jit.ScriptModule):
+            self._handles.append(model.register_forward_pre_hook(_HookBeforeModel(self)))
+            self._handles.append(model.register_forward_hook(_HookAfterModel(self)))
         for name, module in () if model is None else model.named_modules():
             if isinstance(module, torch.jit.ScriptModule):
                 continue  # takes no hooks
@@ -302,6 +338,7 @@ class OverflowTrace:
             handle.remove()
         self._handles.clear()
         self._hooks.clear()
+        self._is_running = False
         self._leaf_handles.clear()
 
     def _begin(self) -> None:
@@ -317,12 +354,16 @@ class OverflowTrace:
         for buffer in self._buffers.values():
             buffer.used = 0
 
+    def _can_record(self, module: nn.Module) -> bool:
+        """Return whether a call of a module is a plain one that belongs to training."""
+        return not (is_compiling() or sees_operators_only()) and (module.training or is_grad_enabled())
+
     def _records(self, module: nn.Module) -> bool:
-        """Return whether a call of a module is recorded: a plain call that belongs to training, if there is room.
+        """Return whether a call of a module is recorded: one that can be, if there is room.
 
         Begin the next step if one has ended.
         """
-        if is_compiling() or sees_operators_only() or not (module.training or is_grad_enabled()):
+        if not self._can_record(module):
             return False
         if self._ends_step:
             self._begin()
