@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +21,8 @@ from ._snapshot import ForwardSnapshot
 
 # Timed calls of each variant, and eager calls before a capture.
 _TIMED, _WARMUP = 3, 3
+# If the slowest timed call takes so many times the quickest, somebody else uses the device, and more calls are timed.
+_NOISY = 1.1
 # Least bytes of a model's outputs for which compiling the loss with the model is tried: an H200 passes over them in 16
 # microseconds, and PyTorch's operators take ten passes and more for a loss of logits.
 _LARGE_OUTPUTS = 2**26
@@ -141,8 +142,8 @@ class BoostedStep:
             self._calls, self._times = 0, []
         elif variant.compile and variant.compiled_stage in self.problems:
             self._pending, self._calls, self._times = [], 0, []
-        elif len(self._times) == _TIMED:
-            self.seconds[variant] = statistics.median(self._times)
+        elif len(self._times) == 2 * _TIMED or (len(self._times) == _TIMED and not _is_noisy(self._times)):
+            self.seconds[variant] = sorted(self._times)[0]
             self._pending, self._calls, self._times = self._pending[1:], 0, []
             is_large = any(model.output_bytes >= _LARGE_OUTPUTS for model in self._compiled)
             if not self._pending and is_large and self._whole is not None and variant.compile and not variant.whole:
@@ -176,14 +177,18 @@ class BoostedStep:
             try:
                 outputs = runner(*args, **kwargs)
             except Exception as error:
-                if before is None or not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+                is_out_of_memory = isinstance(error, torch.OutOfMemoryError)
+                is_of_compiler = type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
+                if before is None or not (is_of_compiler or is_out_of_memory):
                     raise
                 problem = " ".join(str(error).split()[:40])
-                self.problems[stage] = f"torch.compile failed: {type(error).__name__}: {problem}"
+                failed = "the compiled step needs more memory" if is_out_of_memory else "torch.compile failed"
+                self.problems[stage] = f"{failed}: {type(error).__name__}: {problem}"
             else:
                 self._has_compiled.add(stage)
                 return outputs
         before.restore()  # outside of the `except` block, so that the traceback and its tensors are freed
+        self._free(except_for=None)
         return self._runner(EAGER)(*args, **kwargs)
 
     def _runner(self, variant: Variant) -> CapturedStep:
@@ -216,6 +221,11 @@ class BoostedStep:
         whole = self.problems.get("compile as a whole")
         problem = f"; not as a whole: {whole}" if whole else ""
         return f"{self.choice}{f' ({times})' if times else ''}{graphs}{problem}"
+
+
+def _is_noisy(seconds: Sequence[float]) -> bool:
+    ordered = sorted(seconds)
+    return ordered[-1] > _NOISY * ordered[0]
 
 
 def _kept(tensor: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import operator
 import sys
 import warnings
@@ -178,6 +179,9 @@ class CapturedStep:
             return graph(tensors)
         # Outside of the `except` block, so that the traceback and the objects it holds are freed. An error that has
         # nothing to do with the capture is raised again by the eager call.
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # the graph's memory, which the eager call needs a second time
         outputs = self._eagerly(arguments, kind, device)
         self._give_up(f"{line}: {reason}" if line else reason)
         return outputs
