@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import apex
 from apex.booster._step import EAGER
+from apex.booster.mixed_precision import BF16MixedPrecision
 from tests.booster import problem
 from tests.booster.test_steps import LOOPS, Training, assert_equal, loss_of
 
@@ -24,9 +25,11 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("copies", [True, False], ids=["copies", "O5"])
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
-def test_a_captured_loop_trains_as_without_capture(loop: Any) -> None:
-    boosted, expected = Training(fuse=True, capture=True), Training(fuse=True)
+def test_a_captured_loop_trains_as_without_capture(loop: Any, copies: bool) -> None:
+    precision = BF16MixedPrecision(weight_copies=True) if copies else None
+    boosted, expected = Training(precision=precision, fuse=True, capture=True), Training(precision=precision, fuse=True)
     for training in (boosted, expected):
         loop(training)
     assert_equal(boosted.results(), expected.results())
@@ -35,11 +38,14 @@ def test_a_captured_loop_trains_as_without_capture(loop: Any) -> None:
     assert " 0 replays" not in capture.text
 
 
+@pytest.mark.parametrize("copies", [True, False], ids=["copies", "O5"])
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
-def test_a_compiled_and_captured_loop_trains_alike(loop: Any) -> None:
+def test_a_compiled_and_captured_loop_trains_alike(loop: Any, copies: bool) -> None:
     """Losses and the change of the weights agree to 5%, as bfloat16's do in docs/booster.md."""
     start = torch.cat([value.flatten() for value in problem.net().state_dict().values()])
-    boosted, expected = Training(fuse=True, compile=True, capture=True), Training(fuse=True)
+    precision = BF16MixedPrecision(weight_copies=True) if copies else None
+    boosted = Training(precision=precision, fuse=True, compile=True, capture=True)
+    expected = Training(precision=precision, fuse=True)
     for training in (boosted, expected):
         loop(training)
     torch.testing.assert_close(torch.stack(boosted.losses), torch.stack(expected.losses), rtol=0.05, atol=0.0)

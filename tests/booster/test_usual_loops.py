@@ -333,7 +333,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def boosted(precision: str) -> Any:
+def boosted(precision: Any) -> Any:
     model = net()
     return apex.boost(model, adam(model), precision, device="cpu")
 
@@ -361,8 +361,8 @@ def test_a_grad_scaler_of_the_user_scales_and_unscales(kind: str, unscales: bool
     torch.testing.assert_close(*results)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp16_naive"])
-def test_a_grad_scaler_that_would_see_no_gradients_is_refused(precision: str) -> None:
+@pytest.mark.parametrize("precision", [pytest.param(O5, id="O5"), "fp16", "fp16_naive"])
+def test_a_grad_scaler_that_would_see_no_gradients_is_refused(precision: Any) -> None:
     model, optimizer, _ = boosted(precision)
     scaler = torch.amp.GradScaler("cpu")
     inputs, targets = batch(0)
@@ -400,8 +400,8 @@ def test_clipping_scaled_gradients_warns(precision: str) -> None:
 
 
 @pytest.mark.parametrize("cast", [nn.Module.float, nn.Module.double, lambda model: model.to(torch.float32)])
-@pytest.mark.parametrize("precision", ["bf16", "fp16_naive"])
-def test_weights_with_masters_are_not_cast(precision: str, cast: Any) -> None:
+@pytest.mark.parametrize("precision", [pytest.param(O5, id="O5"), "fp16_naive"])
+def test_weights_with_masters_are_not_cast(precision: Any, cast: Any) -> None:
     model, *_ = boosted(precision)
     before = [param.detach().clone() for param in model.parameters()]
     with pytest.raises(RuntimeError, match=r"model.state_dict\(\) has the float32 values"):
@@ -415,7 +415,7 @@ def test_layers_of_a_boosted_sequence_have_indices() -> None:
     layers = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4))
     model, *_ = apex.boost(layers, torch.optim.SGD(layers.parameters(), lr=0.1), device="cpu")
     assert model[-1] is layers[-1]
-    with pytest.raises(TypeError, match="not subscriptable"):
+    with pytest.raises(TypeError, match="'Net' object is not subscriptable"):
         boosted("bf16")[0][0]
 
 
@@ -438,15 +438,15 @@ def one_process() -> Iterator[None]:
 
 def test_weights_in_torchs_ddp_are_not_cast(one_process: None) -> None:
     """DistributedDataParallel exchanges no gradients of weights that were cast: each process would train for itself."""
-    for precision in ("bf16", "fp16_naive", "fp8"):
+    for precision in (O5, "fp16_naive"):
         model = DistributedDataParallel(net())
         optimizer = adam(model)
         with pytest.raises(ValueError, match="boost the bare model first and wrap the returned one"):
             apex.boost(model, optimizer, precision, device="cpu")
         assert all(param.dtype == torch.float32 for param in model.parameters())
-    for precision in (None, "bf16", "fp16"):
+    for precision in (None, "bf16", "fp16", "fp8"):
         model = DistributedDataParallel(net())
-        Booster("cpu", precision).boost(model, adam(model))
+        apex.boost(model, adam(model), precision, device="cpu")
 
 
 def test_weights_in_fsdp_are_not_cast(one_process: None) -> None:
@@ -454,5 +454,5 @@ def test_weights_in_fsdp_are_not_cast(one_process: None) -> None:
     model = net()
     fsdp.fully_shard(model, mesh=dist.device_mesh.init_device_mesh("cpu", (1,)))
     with pytest.raises(ValueError, match="use TorchFSDPPlugin with the bare model"):
-        apex.boost(model, adam(model), device="cpu")
+        apex.boost(model, adam(model), O5, device="cpu")
     assert all(param.dtype == torch.float32 for param in model.parameters())

@@ -331,7 +331,7 @@ def _obstacle(module: Any, settings: _Settings) -> str:
     head, layer = owner._modules[settings.head], _layer(owner, settings)
     if getattr(type(layer), "forward", None) is not nn.Linear.forward or has_hooks(layer) or has_hooks(head):
         return f"{settings.head} is {type(head).__name__}, or has hooks, and must be called"
-    if type(layer.weight) is not nn.Parameter:
+    if type(layer.weight) not in (nn.Parameter, Tensor):
         return f"the weight of {settings.head} is a tensor of another class (sharded?)"
     return ""
 

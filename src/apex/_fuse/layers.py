@@ -115,7 +115,8 @@ class _Child:
             return None if module.training and module.p > 0 else x
         if isinstance(x, Sum):
             arguments = _norm_arguments(module)
-            result = None if arguments is None else x.normalised(*arguments)
+            keeps_dtype = getattr(module, "keeps_dtype", False)
+            result = None if arguments is None else x.normalised(*arguments, keeps_dtype=keeps_dtype)
             return None if result is None else Known(result)
         factors = _factors(module)
         return None if factors is None else Scaled(evaluated(x), factors)

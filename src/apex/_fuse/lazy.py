@@ -114,14 +114,20 @@ class Sum(Lazy):
     def tensor_shape(self) -> torch.Size:
         return self._output.shape
 
-    def normalised(self, weight: Any, bias: Any, eps: float, subtract_mean: bool) -> Tensor | None:
+    def normalised(
+        self, weight: Any, bias: Any, eps: float, subtract_mean: bool, keeps_dtype: bool = False
+    ) -> Tensor | None:
         """Return the norm of the sum; None if one pass cannot compute sum and norm.
 
-        All tensors must have one dtype, except a weight that is not a parameter (1 + weight, in float32).
+        All tensors must have one dtype, except a weight that is not a parameter (1 + weight, in float32). If the norm
+        keeps the dtype of activations, under autocast too, its parameters may have another one.
         """
-        tensors = [t for t in (self._output, self._residual, bias) if t is not None]
-        tensors += [weight] if isinstance(weight, nn.Parameter) else []
-        if self._tensor is not None or len({t.dtype for t in tensors}) > 1 or autocast_dtype(self._output) is not None:
+        tensors = [self._output, self._residual]
+        if not keeps_dtype:
+            tensors += [bias] if bias is not None else []
+            tensors += [weight] if isinstance(weight, nn.Parameter) else []
+        widens = not keeps_dtype and autocast_dtype(self._output) is not None
+        if self._tensor is not None or len({t.dtype for t in tensors}) > 1 or widens:
             return None
         output, self._tensor = norm.add_norm(
             *(self._output, self._residual, None, weight.shape, weight, bias, eps), subtract_mean=subtract_mean

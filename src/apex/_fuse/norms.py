@@ -17,8 +17,13 @@ from ..ops.group_norm import group_norm
 from .rule import FusionRule, names_reached, random_input, unless_overridden
 
 
-def norm_dtype(input: Tensor) -> torch.dtype:
-    """Return the output dtype of PyTorch's norms: float32 under autocast except on CPUs, else the input's dtype."""
+def norm_dtype(module: Any, input: Tensor) -> torch.dtype:
+    """Return the output dtype of PyTorch's norms: float32 under autocast except on CPUs, else the input's dtype.
+
+    A module whose `keeps_dtype` is set gives the input's dtype under autocast, too.
+    """
+    if getattr(module, "keeps_dtype", False):
+        return input.dtype
     is_low = input.dtype in (torch.float16, torch.bfloat16)
     if is_low and input.device.type != "cpu" and autocast_dtype(input) is not None:
         return torch.float32
@@ -38,17 +43,18 @@ def _default_eps(dtype: torch.dtype) -> float:
 
 
 def layer_norm_forward(self: Any, input: Tensor) -> Tensor:
-    return norm.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps, out_dtype=norm_dtype(input))
+    dtype = norm_dtype(self, input)
+    return norm.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps, out_dtype=dtype)
 
 
 def rms_norm_forward(self: Any, input: Tensor) -> Tensor:
     eps = self.fused_settings[input.dtype] if self.eps is None else self.eps
-    dtype = norm_dtype(input) if _RMS_NORM_AUTOCASTS else input.dtype
+    dtype = norm_dtype(self, input) if _RMS_NORM_AUTOCASTS else input.dtype
     return norm.rms_norm(input, self.normalized_shape, self.weight, eps, out_dtype=dtype)
 
 
 def group_norm_forward(self: Any, input: Tensor, activation: str = "") -> Tensor:
-    return group_norm(input.to(norm_dtype(input)), self.num_groups, self.weight, self.bias, self.eps, activation)
+    return group_norm(input.to(norm_dtype(self, input)), self.num_groups, self.weight, self.bias, self.eps, activation)
 
 
 # Names of an epsilon, and all names that the forward of a norm written in Python may use. Any other operation (a clamp)
@@ -74,7 +80,8 @@ def written_rms_norm(offset: float) -> Callable[[type], Callable[..., Any]]:
 
     def plain(self: Any, hidden_states: Tensor) -> Tensor:
         weight = self.weight
-        dtype = torch.promote_types(weight.dtype, hidden_states.dtype)
+        keeps_dtype = getattr(self, "keeps_dtype", False)
+        dtype = hidden_states.dtype if keeps_dtype else torch.promote_types(weight.dtype, hidden_states.dtype)
         return norm.rms_norm(hidden_states, weight.shape, weight, getattr(self, self.fused_settings), out_dtype=dtype)
 
     def shifted(self: Any, hidden_states: Tensor) -> Tensor:
@@ -107,7 +114,7 @@ def written_layer_norm(offset: float, is_channels_first: bool = False) -> Callab
             if casts:
                 dtype = autocast_dtype(input) or input.dtype
             else:
-                dtype = input.dtype if keeps_dtype else norm_dtype(input)
+                dtype = input.dtype if keeps_dtype else norm_dtype(self, input)
             x = input.permute(0, 2, 3, 1) if is_channels_first else input
             x = norm.layer_norm(x, weight.shape, weight, getattr(self, "bias", None), eps, out_dtype=dtype)
             return x.permute(0, 3, 1, 2) if is_channels_first else x

@@ -73,6 +73,8 @@ class FusedModule:
     fused_from: type
     fused_rule: FusionRule
     fused_settings: Any
+    # Whether a norm gives its input's dtype under autocast, too, where PyTorch's give float32.
+    keeps_dtype = False
 
     def __repr__(self) -> str:
         # `_get_name` stays as it is, because trainers look up models by that name.

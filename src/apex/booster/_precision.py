@@ -6,10 +6,12 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ..amp._amp_state import HALF, AmpState
 from ..amp._model_casts import ForwardCasts, _cast_model
@@ -20,6 +22,7 @@ from ..ops.multi_tensor import scale
 from ..transformer.amp import GradScaler
 from ._masters import Masters, StateMasters, has_state_masters
 from ._warnings import warn_user
+from ._weight_copies import WeightCopies
 from .wrappers import ModelWrapper, OptimizerWrapper, masters_of, unwrapped
 
 
@@ -34,9 +37,10 @@ class CastModel(ModelWrapper):
         inputs: torch.dtype | None = None,
         outputs: torch.dtype | None = None,
         masters: Any = None,
+        copies: WeightCopies | None = None,
     ) -> None:
         super().__init__(module)
-        self.masters = masters
+        self.masters, self._copies = masters, copies
         self._autocast, self._casts = autocast, ForwardCasts(inputs, outputs=outputs)
 
     def cast_outputs(self, dtype: torch.dtype) -> None:
@@ -44,7 +48,24 @@ class CastModel(ModelWrapper):
         self._casts = dataclasses.replace(self._casts, outputs=dtype)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._casts.run(self._under_autocast, args, kwargs)
+        return self._run(self.module, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)
+        if not isinstance(value, MethodType) or hasattr(nn.Module, name) or value.__self__ is not unwrapped(self):
+            return value
+
+        @functools.wraps(value)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            """Call a method of the model; with tensors, such as `encode(inputs)`, in the model's precision."""
+            has_tensors = any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs)))
+            return self._run(value, args, kwargs) if has_tensors else value(*args, **kwargs)
+
+        return method
+
+    def _run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call the model, or a method of it, in this precision."""
+        return self._casts.run(functools.partial(self._under_autocast, function), args, kwargs)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Apply `float`, `to` and so on; raise before anything changes if that casts weights that have masters."""
@@ -59,11 +80,13 @@ class CastModel(ModelWrapper):
                 )
         return super()._apply(fn, recurse)
 
-    def _under_autocast(self, *args: Any, **kwargs: Any) -> Any:
+    def _under_autocast(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._autocast is None:
-            return self.module(*args, **kwargs)
+            return function(*args, **kwargs)
         with torch.autocast(_device_type(self.module, args, kwargs), self._autocast):
-            return self.module(*args, **kwargs)
+            if self._copies is None or torch.compiler.is_compiling():  # the compiler joins casts with other operators
+                return function(*args, **kwargs)
+            return self._copies.run(function, args, kwargs)
 
 
 def _device_type(module: nn.Module, args: Any, kwargs: Any) -> str:
@@ -148,6 +171,17 @@ class MixedOptimizer(OptimizerWrapper):
             tracing="Booster(trace_overflow=True)",
         )
         self._scale_before: Tensor | None = None
+        self._is_stepping = False
+        if scaler is not None and hasattr(optim, "register_step_pre_hook"):
+            optim.register_step_pre_hook(lambda *_: None if own() is None else own()._refuse_other_steps())
+
+    def _refuse_other_steps(self) -> None:
+        """Raise if `optim` is stepped itself, with gradients that are multiplied by the loss scale."""
+        if self._has_scaled and not self._is_stepping and not self._is_unscaled:
+            raise RuntimeError(
+                "this optimizer was given to boost, and its step would apply gradients that are multiplied by the loss "
+                "scale: call step() of the optimizer that boost returned"
+            )
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
@@ -289,7 +323,11 @@ class MixedOptimizer(OptimizerWrapper):
         if self.scaler is None:
             result = super()._step(closure, *args, **kwargs)
         else:
-            result = self.scaler.step(self.optim, **kwargs)
+            self._is_stepping = True
+            try:
+                result = self.scaler.step(self.optim, **kwargs)
+            finally:
+                self._is_stepping = False
             self.scaler.update()
         if self.masters is not None:
             self.masters.update_model()

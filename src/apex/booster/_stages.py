@@ -166,6 +166,7 @@ class Stages:
         text = "float32" if precision is None else f"{kind} {level}".rstrip()
         converted = [row for row in getattr(precision, "converted", ()) if not row.reason]
         text += f", {len(converted)} layers in float8" if converted else ""
+        text += ", half-precision copies of weights" if getattr(precision, "weight_copies", False) else ""
         self._rows.append(StageRow("precision", precision is not None, text))
         self._rows.append(StageRow("plugin", plugin is not None, type(plugin).__name__ if plugin else "one device"))
         on_gpu = self.graphs().device_of(inner.parameters()) is not None

@@ -14,10 +14,12 @@ from ..amp import _autocast
 from ..amp._amp_state import HALF, _amp_state
 from ..amp._checks import has_known_step
 from ..ops._host import on_host
+from ..optimizers._base import FusedOptimizer
 from ..transformer.amp import GradScaler, HysteresisScaler
 from ._masters import has_state_masters
 from ._precision import CastModel, MixedOptimizer, autocast_criterion, cast_weights
 from ._warnings import warn_user
+from ._weight_copies import WeightCopies
 from .wrappers import OptimizerWrapper, unwrapped
 
 __all__ = [
@@ -64,9 +66,13 @@ class Precision(MixedPrecision):
         if optimizer is not None:
             change_each(model, self._check_weights)
             change_each(model, lambda chunk: _warn_of_lost_updates(chunk, optimizer))
-        boosted = change_each(model, lambda chunk: CastModel(chunk, autocast=self.dtype))
+        boosted = change_each(model, lambda chunk: self._cast_model(chunk, optimizer))
         wrapped = None if optimizer is None else MixedOptimizer(optimizer, self.scaler())
         return boosted, wrapped, autocast_criterion(criterion, self.dtype)
+
+    def _cast_model(self, model: nn.Module, optimizer: Any) -> CastModel:
+        """Return a model under autocast."""
+        return CastModel(model, autocast=self.dtype)
 
     def _check_weights(self, model: nn.Module) -> None:
         """Raise TypeError for trained weights that can neither be unscaled nor be combined with activations."""
@@ -141,16 +147,26 @@ class FP16TorchMixedPrecision(Precision):
 class BF16MixedPrecision(Precision):
     """`bf16`: autocast to bfloat16 (O4); with "O5" bfloat16 weights and float32 masters in the optimizer.
 
-    There is no loss scale, because bfloat16 has the range of float32.
+    There is no loss scale, because bfloat16 has the range of float32. With `weight_copies` a forward pass casts all
+    weights that products read at once, and a fused optimizer takes their gradients in bfloat16: half the bytes, and
+    the numbers of autocast, except that embeddings and fused norms give bfloat16 activations.
     """
 
     dtype = torch.bfloat16
 
-    def __init__(self, opt_level: str = "O4") -> None:
+    def __init__(self, opt_level: str = "O4", *, weight_copies: bool = False) -> None:
         if opt_level not in ("O4", "O5"):
             raise ValueError(f"opt_level={opt_level!r} is not known; use 'O4' (autocast) or 'O5' (bfloat16 weights)")
-        self.opt_level = opt_level
+        if weight_copies and opt_level == "O5":
+            raise ValueError("weight_copies=True goes with opt_level='O4': the weights of 'O5' are bfloat16 themselves")
+        self.opt_level, self.weight_copies = opt_level, weight_copies
         self.casts_weights = opt_level == "O5"
+
+    def _cast_model(self, model: nn.Module, optimizer: Any) -> CastModel:
+        if not self.weight_copies:
+            return super()._cast_model(model, optimizer)
+        copies = WeightCopies(model, torch.bfloat16, keeps_gradients=isinstance(optimizer, FusedOptimizer))
+        return CastModel(model, autocast=self.dtype, copies=copies)
 
     def configure(self, model: nn.Module, optimizer: Any = None, criterion: Any = None) -> tuple[Any, Any, Any]:
         return (self._in_half if self.opt_level == "O5" else self._under_autocast)(model, optimizer, criterion)
@@ -159,14 +175,21 @@ class BF16MixedPrecision(Precision):
 class FP8MixedPrecision(BF16MixedPrecision):
     """`fp8`: `bf16` with linear layers that multiply in float8 if that is quicker.
 
-    `opt_level` is as in `BF16MixedPrecision`. The other arguments are passed to `apex.fp8.convert`, whose report on
-    each layer is in `converted`. On a CPU the products are emulated, with the same numbers and without the speed.
+    `opt_level` and `weight_copies` are as in `BF16MixedPrecision`. The other arguments are passed to
+    `apex.fp8.convert`, whose report on each layer is in `converted`. On a CPU the products are emulated, with the same
+    numbers and without the speed.
     """
 
     def __init__(
-        self, scaling: str = "tensorwise", emulate: bool = False, *, opt_level: str = "O4", **options: Any
+        self,
+        scaling: str = "tensorwise",
+        emulate: bool = False,
+        *,
+        opt_level: str = "O4",
+        weight_copies: bool = False,
+        **options: Any,
     ) -> None:
-        super().__init__(opt_level)
+        super().__init__(opt_level, weight_copies=weight_copies)
         self.options = {"scaling": scaling, "emulate": emulate, **options}
         self.converted: list[Any] = []
 
