@@ -209,6 +209,8 @@ def test_skipped_steps_do_not_count(name: str) -> None:
         for overflows in (True, False) if step in (0, 3) else (False,):
             optimizer.grad_scale, optimizer.found_inf = torch.full((1,), 1.0), torch.full((1,), float(overflows))
             train(optimizer, params, 1, first=step)
+            # The host reads a flag of its own at once.
+            assert optimizer.param_groups[0]["step"] == step + (not overflows)
     for param, truth in zip(params, expected(name), strict=True):
         torch.testing.assert_close(param.detach(), truth, rtol=1e-7, atol=1e-8)
 

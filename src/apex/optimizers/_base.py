@@ -20,7 +20,7 @@ from torch.amp.grad_scaler import OptState
 from typing_extensions import Unpack
 
 from ..ops import _graph_numbers
-from ..ops._host import HOST
+from ..ops._host import HOST, on_host
 from ..ops.multi_tensor import make_lists, zero
 from ..ops.multi_tensor.torch_lists import StateSeed, seed_of
 from ._buckets import MASTER, Group, GroupBuckets, SlotCodecs, UpdateBucket, agreed
@@ -301,10 +301,16 @@ class FusedOptimizer(torch.optim.Optimizer):
             group["step"] = count
             count += 1 if scaling.found_inf is None else (scaling.found_inf == 0).to(device, torch.int32).reshape(1)
             return count.to(torch.float64).reshape(())
-        if scaling.found_inf is None and index in self._skipped:
+        # The host need not wait for a flag in its own memory.
+        known = scaling.found_inf is None or (on_host(scaling.found_inf) and _graph_numbers.current is None)
+        if known and index in self._skipped:
             self._settle_skipped(index, group)
             del self._skipped[index]
-        group["step"] = int(group.get("step", 0)) + 1
+        before = group["step"] = int(group.get("step", 0))
+        if scaling.found_inf is not None and known:
+            group["step"] += int(scaling.found_inf == 0)
+            return torch.full((), before + 1, dtype=torch.float64, device=HOST)
+        group["step"] += 1
         count = group["step"] if _graph_numbers.current is None else _graph_numbers.current.counted(self, index)
         if scaling.found_inf is None:
             return count

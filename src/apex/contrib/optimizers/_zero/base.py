@@ -14,6 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ...._distributed.comparison import check_settings, optimizer_settings
 from ...._distributed.experts import is_expert, refuse_experts
 from ...._distributed.reducer import weak_method
+from ....ops._host import on_host
 from ....optimizers._checks import check_group, check_options
 from . import checkpoints
 from .arena import Arena
@@ -77,8 +78,13 @@ class StepCount:
             count = self._state["step"]
             count += 1 if noop is None else (noop == 0).to(torch.int32).reshape(1)
             return count.to(torch.float64).reshape(())
-        if noop is None:
+        known = noop is None or on_host(noop)  # the host need not wait for a flag in its own memory
+        if known:
             self.settle()
+        before = self._state["step"]
+        if noop is not None and known:
+            self._state["step"] += int(noop == 0)
+            return torch.full((), before + 1, dtype=torch.float64, device=self._device)
         self._state["step"] += 1
         if noop is None:
             return self._state["step"]
