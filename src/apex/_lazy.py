@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from ._refused import refuse
+from ._refused import reason_for
 
 
 def lazy_subpackages(
@@ -15,8 +15,8 @@ def lazy_subpackages(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return `__getattr__` and `__dir__` for the module `package`, whose subpackages `names` become attributes.
 
-    `members` maps the names of further attributes to the modules below `package` that define them. A name of
-    Colossal-AI without a counterpart raises a ModuleNotFoundError that says so.
+    `members` maps the names of further attributes to the modules below `package` that define them. The AttributeError
+    of a name of Colossal-AI without a counterpart says so; imports of it raise `_refused.Refusals`'s error.
     """
     known, members = frozenset(names), members or {}
 
@@ -25,9 +25,8 @@ def lazy_subpackages(
             return importlib.import_module(f"{package}.{name}")
         if name in members:
             return getattr(importlib.import_module(f"{package}.{members[name]}"), name)
-        if not name.startswith("__"):
-            refuse(f"{package}.{name}".removeprefix("apex."))
-        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        reason = reason_for(f"{package}.{name}".removeprefix("apex."))
+        raise AttributeError(reason or f"module {package!r} has no attribute {name!r}")
 
     def list_attributes() -> list[str]:
         return sorted({*vars(sys.modules[package]), *known, *members})

@@ -9,6 +9,7 @@ _GEMINI = "Gemini here is FSDP2, without chunks. Use Booster(plugin=GeminiPlugin
 _TRAINING = "apex is for training by Booster"
 _LEGACY = "the legacy engine is not here. Use Booster"
 _DIVIDED = "its state cannot be divided here. Use HybridAdam with LowLevelZeroPlugin"
+_LOADERS = "loaders are made by plugins. Use plugin.prepare_dataloader(dataset, batch_size)"
 _MISSING = "it is not implemented. Use HybridAdam"
 _POLICY = "models are not rewritten by class. Give custom_policy(model, stage, stages) to HybridParallelPlugin"
 _LAYERS = "of its layers Linear1D_Col and Linear1D_Row are here. Use apex.transformer.tensor_parallel for others"
@@ -21,8 +22,11 @@ _REASONS = {
     _TRAINING: "_analyzer auto_parallel autochunk device fx inference kernel.kernel_loader.InferenceOpsLoader "
     "kernel.triton quantization",
     _LEGACY: "amp.AMP_TYPE constants context core engine kernel.cuda_native kernel.jit legacy nn.layer "
-    "tensor.ProcessGroup tensor.ShardSpec trainer utils.checkpoint utils.colo_device_memory_capacity "
-    "utils.colo_set_process_memory_fraction utils.is_using_pp",
+    "tensor.ProcessGroup tensor.ShardSpec trainer utils.checkpoint utils.clip_grad_norm_fp32 "
+    "utils.colo_device_memory_capacity utils.colo_set_process_memory_fraction utils.is_dp_rank_0 "
+    "utils.is_model_parallel_parameter utils.is_no_pp_or_last_stage utils.is_tp_rank_0 utils.is_using_ddp "
+    "utils.is_using_pp utils.is_using_sequence utils.load_checkpoint utils.save_checkpoint utils.sync_model_param",
+    _LOADERS: "utils.DataParallelSampler utils.get_dataloader",
     _DIVIDED: "nn.optimizer.DistGaloreAwamW nn.optimizer.DistributedAdaFactor nn.optimizer.DistributedCAME "
     "nn.optimizer.DistributedLamb nn.optimizer.GaLoreAdafactor nn.optimizer.GaLoreAdamW nn.optimizer.GaLoreAdamW8bit "
     "nn.optimizer.distributed_adafactor nn.optimizer.distributed_came nn.optimizer.distributed_galore "
@@ -48,7 +52,8 @@ def refuse(name: str) -> None:
     """Raise a ModuleNotFoundError if `name`, a path below the package, is a refused name of Colossal-AI."""
     reason = reason_for(name)
     if reason is not None:
-        raise ModuleNotFoundError(reason, name=f"apex.{name}")
+        # `from apex import legacy` drops an error that has the name of the module, and raises one without the reason.
+        raise ModuleNotFoundError(reason, name=f"colossalai.{name}")
 
 
 class Refusals(importlib.abc.MetaPathFinder):

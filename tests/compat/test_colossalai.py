@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import apex
+from apex._refused import _REASON_OF, reason_for
 from apex.compat import colossalai
 from tests._cli.helpers import run_quickly
 
@@ -66,6 +68,9 @@ REFUSED = {
     "zero.GeminiDDP": GEMINI,
     "zero.GeminiOptimizer": GEMINI,
     "zero.gemini.chunk.ChunkManager": GEMINI,
+    "utils.get_dataloader": "loaders are made by plugins. Use plugin.prepare_dataloader",
+    "kernel.triton": TRAINING,
+    "shardformer.modeling.bloom": "models are not rewritten by class",
     "inference.config.InferenceConfig": TRAINING,
     "auto_parallel.offload.solver.NOT_NVML": TRAINING,
     "fx.symbolic_trace": TRAINING,
@@ -108,6 +113,28 @@ def test_other_names_are_refused_with_a_reason(name: str) -> None:
     assert f" has no counterpart in apex: {REFUSED[name]}" in str(caught.value)
 
 
+@pytest.mark.parametrize("name", _REASON_OF)
+def test_refused_names_are_absent_to_those_who_ask(name: str) -> None:
+    """Imports say why in a ModuleNotFoundError; questions such as `hasattr` get no error at all."""
+    if name in ("fx", "shardformer.layer", "shardformer.policies"):  # some of their names are here
+        name = f"{name}.nothing"
+    parent, _, member = f"apex.{name}".rpartition(".")
+    with pytest.raises(ModuleNotFoundError) as caught:
+        imported("apex", name)
+    assert str(caught.value) == reason_for(name), "only imports from a package (`__path__`) reach the error's reason"
+    if importlib.util.find_spec(parent) is not None:
+        module = importlib.import_module(parent)
+        assert not hasattr(module, member), "attributes that are missing raise AttributeError"
+        assert getattr(module, member, None) is None
+
+
+@pytest.mark.parametrize("name", ["legacy", "utils.checkpoint", "utils.get_dataloader", "zero.GeminiDDP"])
+def test_attributes_that_are_refused_say_why(name: str) -> None:
+    parent, _, member = f"apex.{name}".rpartition(".")
+    with pytest.raises(AttributeError, match=rf"colossalai\.{name} has no counterpart in apex: .*Use "):
+        getattr(importlib.import_module(parent), member)
+
+
 def test_the_old_initialize_is_refused() -> None:
     with pytest.raises(ModuleNotFoundError, match=r"the legacy engine is not here\. Use Booster"):
         apex.initialize(None, None)
@@ -122,6 +149,7 @@ def test_ordinary_mistakes_stay_attribute_errors() -> None:
 INSTALLED = """
 import importlib, json, sys
 import apex
+from apex._refused import _REASON_OF, reason_for
 from apex.compat import colossalai as compat
 compat.install(); compat.install()
 import colossalai

@@ -73,4 +73,5 @@ class CPUAdamLoader:
         return types.SimpleNamespace(CPUAdamOptimizer=_CPUAdam)
 
 
+__path__: list[str] = []  # as of a package, so that imports of a refused name end in the error with the reason
 __getattr__, __dir__ = lazy_subpackages(__name__, ())
