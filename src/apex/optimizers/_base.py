@@ -79,10 +79,8 @@ class LossScaling(NamedTuple):
 
     def on(self, device: torch.device) -> LossScaling:
         """Return the loss scaling with its tensors on `device`."""
-        found_inf, inverse_scale, _ = self  # `unscale` is on the device of `inverse_scale`
-        if (found_inf is None or found_inf.device == device) and (
-            inverse_scale is None or inverse_scale.device == device
-        ):
+        # `unscale` is on the device of `inverse_scale`.
+        if all(value is None or value.device == device for value in self[:2]):
             return self
         waits = device == HOST  # Python reads the copy at once
         return LossScaling(*[None if value is None else value.to(device, non_blocking=not waits) for value in self])
@@ -294,31 +292,28 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _next_step(self, index: int, group: dict[str, Any], device: torch.device, scaling: LossScaling) -> Any:
         """Count a step and return the count; `group["step"]` leaves out skipped steps as soon as they are known."""
+        flag, capture, count = scaling.found_inf, _graph_numbers.current, group.get("step", 0)
         if self.capturable:
-            count = group.get("step", 0)
             if not isinstance(count, Tensor):
                 count = torch.full((1,), int(count), dtype=torch.int32, device=device)
             group["step"] = count
-            count += 1 if scaling.found_inf is None else (scaling.found_inf == 0).to(device, torch.int32).reshape(1)
+            count += 1 if flag is None else (flag == 0).to(device, torch.int32).reshape(1)
             return count.to(torch.float64).reshape(())
-        # The host need not wait for a flag in its own memory.
-        known = scaling.found_inf is None or (on_host(scaling.found_inf) and _graph_numbers.current is None)
-        if known and index in self._skipped:
+        if index in self._skipped and (flag is None or (on_host(flag) and capture is None)):
             self._settle_skipped(index, group)
             del self._skipped[index]
-        before = group["step"] = int(group.get("step", 0))
-        if scaling.found_inf is not None and known:
-            group["step"] += int(scaling.found_inf == 0)
-            return torch.full((), before + 1, dtype=torch.float64, device=HOST)
-        group["step"] += 1
-        count = group["step"] if _graph_numbers.current is None else _graph_numbers.current.counted(self, index)
-        if scaling.found_inf is None:
+        count = group["step"] = int(group.get("step", 0)) + 1
+        if flag is not None and on_host(flag) and capture is None:  # the host need not wait for it
+            group["step"] -= int(flag != 0)
+            return torch.full((), count, dtype=torch.float64, device=HOST)
+        count = count if capture is None else capture.counted(self, index)
+        if flag is None:
             return count
         skipped = self._skipped.get(index)
         if skipped is None:
-            skipped = self._skipped[index] = torch.zeros((), dtype=torch.float64, device=scaling.found_inf.device)
+            skipped = self._skipped[index] = torch.zeros((), dtype=torch.float64, device=flag.device)
         step = count - skipped
-        skipped += scaling.found_inf.reshape(()) != 0
+        skipped += flag.reshape(()) != 0
         return step
 
     def _settle_skipped(self, index: int, group: dict[str, Any]) -> None:
