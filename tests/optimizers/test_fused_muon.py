@@ -176,11 +176,17 @@ def test_channels_last_and_transposed_parameters() -> None:
     torch.testing.assert_close(other[0].detach(), usual[0].detach(), rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("shape", [(0, 5), (5, 0), (1, 1), (2, 0, 3)], ids=str)
-def test_tiny_and_empty_matrices(shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("beta2", [None, 0.9])
+@pytest.mark.parametrize("shape", [(0, 5), (5, 0), (1, 1), (2, 0, 3), (2, 3, 0)], ids=str)
+@pytest.mark.parametrize("flatten", [False, True])
+def test_tiny_and_empty_matrices(flatten: bool, shape: tuple[int, ...], beta2: float | None) -> None:
     params = make((shape, (4, 6)))
     before = params[1].detach().clone()
-    train(FusedMuon(params, 0.02, **EXACT), params, 2)
+    group = {"params": params, "beta2": beta2, "flatten": flatten}
+    optimizer = FusedMuon([group], 0.02, **EXACT)
+    train(optimizer, params, 2)
+    other = FusedMuon([{**group, "params": make((shape, (4, 6)))}], 0.02, **EXACT)
+    other.load_state_dict(optimizer.state_dict())
     assert params[0].isfinite().all()
     assert not torch.equal(params[1].detach(), before)
 

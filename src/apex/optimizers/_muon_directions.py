@@ -327,7 +327,7 @@ def _squares_of_rows(
     [parameters, 1, 1, rows].
     """
     is_transposed = len(shape) == 2 and (block.rows, block.columns) == tuple(shape[::-1]) != tuple(shape)
-    rows = block.columns if is_transposed else math.prod(shape) // max(1, block.columns)
+    rows = block.columns if is_transposed else math.prod(shape[:1] if group["flatten"] else shape[:-1])
     # A bucket that is made again, for example for a graph, continues with the memory of the earlier bucket.
     states = [bucket.states[index] for index in indices]
     squares = getattr(local(states[0][SQUARES]), "_base", None) if SQUARES in states[0] else None

@@ -247,7 +247,8 @@ def _expanded(squares: Tensor, param: Tensor) -> Tensor:
 
 def _narrowed(whole: Tensor, group: dict[str, Any]) -> Tensor:
     """Return averages of rows, one for each row, as `FusedMuon` keeps them."""
-    return (whole.flatten(1) if group["flatten"] else whole)[..., :1]
+    rows = whole.flatten(1) if group["flatten"] else whole
+    return rows[..., :1] if rows.shape[-1] else rows.new_zeros(*rows.shape[:-1], 1)
 
 
 def _batches(units: list[Piece]) -> list[tuple[int, list[Piece]]]:
