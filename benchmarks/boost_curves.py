@@ -187,9 +187,9 @@ def main() -> None:
                     path.write_text(json.dumps(record) + "\n")
         found |= verdict(found["curves"])
         path.write_text(json.dumps(record) + "\n")
-        print(f"{name:8} autocast {found['autocast']:.4f} boost {found['boost']:.4f} "
-              f"({100 * found['relative']:.2f}%, spread of seeds {found['spread']:.4f}) {'met' if found['met'] else 'MISSED'}",
-              flush=True)  # fmt: skip
+        outcome = "met" if found["met"] else "MISSED"
+        numbers = f"autocast {found['autocast']:.4f} boost {found['boost']:.4f} ({100 * found['relative']:.2f}%"
+        print(f"{name:8} {numbers}, spread of seeds {found['spread']:.4f}) {outcome}", flush=True)
 
 
 if __name__ == "__main__":
