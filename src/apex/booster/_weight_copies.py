@@ -65,6 +65,9 @@ class _Uses(TorchDispatchMode):
 
     def _note(self, number: int, weight: Tensor, func: Any, result: Any, others: list[Tensor], args: Any) -> None:
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        if func._schema.is_mutable:  # such as an embedding's max_norm, which would change the copy
+            self._others.add(number)
+            return
         if outputs and all(_storage(output) == _storage(weight) for output in outputs):
             return  # a view
         packet = func.overloadpacket
@@ -103,6 +106,7 @@ class _Cast(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         copies = [torch.empty_like(weight, dtype=owner.dtype) for weight in weights]
         torch._foreach_copy_(copies, weights)
+        ctx.mark_non_differentiable(*(c for c, w in zip(copies, weights, strict=True) if not w.requires_grad))
         return tuple(copies)
 
     @staticmethod
