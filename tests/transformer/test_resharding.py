@@ -11,9 +11,13 @@ import pytest
 import torch
 from torch import nn
 
+from apex.booster import Booster
+from apex.booster.plugin import LowLevelZeroPlugin, TorchDDPPlugin
 from apex.checkpoint import save_sharded
+from apex.optimizers import FusedAdam
 from apex.transformer import checkpoint
 from apex.transformer._resharding import model_parts, shards
+from apex.transformer.pipeline_parallel.utils import unwrap_model
 from tests.support.drawn import given, settings, st
 
 
@@ -135,3 +139,25 @@ def test_a_checkpoint_of_others(tmp_path: Path) -> None:
 def test_a_stage_that_has_frozen_a_group_does_not_give_its_step_count() -> None:
     stages = [[({"lr": 1.0}, 2)], [({"lr": 1.0, "step": torch.tensor([3])}, 1)], [({"lr": 1.0, "step": 9}, 0)]]
     assert model_parts._options(stages) == [{"lr": 1.0, "step": 3}]
+
+
+@pytest.mark.parametrize("plugin", [None, TorchDDPPlugin, lambda: LowLevelZeroPlugin(precision="fp32")])
+def test_a_boosted_model_is_saved_under_the_names_of_the_users(plugin: Any, tmp_path: Path) -> None:
+    def boosted() -> tuple[Any, Any]:
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+        booster = Booster("cpu", plugin=None if plugin is None else plugin())
+        return booster.boost(model, FusedAdam(model.parameters(), lr=0.1))[:2]
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model, optimizer = boosted()
+        optimizer.backward(model(torch.ones(3, 4)).square().sum())
+        optimizer.step()
+        checkpoint.save(tmp_path / "checkpoint", model, optimizer)
+        loaded, other = boosted()
+        checkpoint.load(tmp_path / "checkpoint", loaded, other)
+        assert all(map(torch.equal, model.parameters(), loaded.parameters()))
+        assert other.state_dict()["param_groups"][0]["step"] == 1
+        assert unwrap_model(loaded) is loaded.unwrap()
+    finally:
+        torch.distributed.destroy_process_group()

@@ -29,6 +29,7 @@ class ModelWrapper(nn.Module):
 
     masters: Any = None
     has_stages = False
+    _is_boosted = True
     _optimizer: Any = None
 
     def __init__(self, module: nn.Module) -> None:

@@ -74,7 +74,10 @@ class WholeModel:
                     values[key] = self._variables.setdefault(id(variable), (info, variable, value))[2]
         extra = sum(id(param) not in self._variables and param.numel() > 0 for _, params in groups for param in params)
         if extra:
-            raise ValueError(f"the optimizer has {extra} parameters that the model has not")
+            raise ValueError(
+                f"the optimizer has {extra} parameters that the model has not. If they are float32 masters of a "
+                "boosted model, save by booster.save_training"
+            )
         several = sum(len(params) for _, params in groups) - len(group_of)
         if several:
             raise ValueError(f"{several} parameters are in several optimizers, or in several groups of one")

@@ -109,11 +109,14 @@ def listify_model(model: nn.Module | list[nn.Module]) -> list[nn.Module]:
 
 @checked
 def unwrap_model(model: Any, module_instances: type | tuple[type, ...] | None = None) -> Any:
-    """Remove torch's and apex's DistributedDataParallel, or the given wrappers, from a module or list of modules."""
+    """Remove wrappers from a module or a list of modules.
+
+    These are torch's and apex's DistributedDataParallel and the Booster's wrappers, or the given ones.
+    """
     if isinstance(model, list):
         return [unwrap_model(chunk, module_instances) for chunk in model]
     instances: Any = REPLICATED if module_instances is None else module_instances
-    while isinstance(model, instances):
+    while isinstance(model, instances) or (module_instances is None and getattr(type(model), "_is_boosted", False)):
         model = model.module
     return model
 
