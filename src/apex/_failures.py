@@ -46,7 +46,11 @@ def _silent_ranks() -> str:
 
     A thread asks the store: a TCPStore waits without a limit for the process that has it, which may be the stopped one.
     """
-    store, own, problems = dist.distributed_c10d._get_default_store(), dist.get_rank(), ["does not answer"]
+    try:
+        store = dist.distributed_c10d._get_default_store()
+    except ValueError:  # no process group
+        return ""
+    own, problems = dist.get_rank(), ["does not answer"]
     others = [rank for rank in range(dist.get_world_size()) if rank != own]
     end = time.monotonic() + _PATIENCE
 
