@@ -82,8 +82,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
             temporary.unlink(missing_ok=True)
             raise
     sync_folder(path.parent)
-    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*{TEMPORARY}"):
-        remove_if_left_behind(leftover)
+    _remove_leftovers(path)
 
 
 @contextlib.contextmanager
@@ -99,6 +98,7 @@ def unfinished_folder(path: Path) -> Iterator[Path]:
 
     If `path` exists, other users cannot read the new folder until it gets the permissions of the old one.
     """
+    _remove_leftovers(path)  # first, because they may fill the disk
     temporary, descriptor = _begin(path, 0o700 if path.is_dir() else 0o777, folder=True)
     try:
         yield temporary
@@ -186,6 +186,12 @@ def locked_file(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def _remove_leftovers(path: Path) -> None:
+    """Remove what killed processes have left of earlier writes to `path`."""
+    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*{TEMPORARY}"):
+        remove_if_left_behind(leftover)
 
 
 def remove_if_left_behind(temporary: Path) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from apex import checkpoint
+from apex._atomic import temporary_beside
 from apex.checkpoint import _folders
 from apex.checkpoint._folders import Generation
 from apex.optimizers import FusedAdam
@@ -120,6 +121,16 @@ def test_a_kill_between_the_renames_loses_nobodys_files(tmp_path: Path, monkeypa
     assert names(tmp_path) == ["checkpoint"]
     assert names(path) == [".metadata", NEEDED, "late", "manifest.json", "notes"]
     assert value_of(path) == 3.0
+
+
+def test_what_a_killed_save_left_is_removed(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint"
+    left, other = temporary_beside(path), temporary_beside(tmp_path / "other")
+    for folder in (left, other):
+        folder.mkdir()
+        (folder / NEEDED).write_text("unfinished")
+    save(path)
+    assert names(tmp_path) == sorted([other.name, "checkpoint"])
 
 
 def test_a_series_removes_only_its_own_files(tmp_path: Path) -> None:

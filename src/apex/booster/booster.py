@@ -186,7 +186,12 @@ class Booster:
     def no_sync(self, model: Any = None, optimizer: Any = None) -> contextlib.AbstractContextManager[None]:
         """Return a context that accumulates gradients locally; the next backward pass outside exchanges them."""
         assert self.plugin is not None, "no_sync needs a plugin: without one nothing is exchanged"
-        assert self.plugin.support_no_sync(), f"{type(self.plugin).__name__} has no no_sync"
+        if not self.plugin.support_no_sync():
+            raise NotImplementedError(
+                f"{type(self.plugin).__name__} has no no_sync with these arguments; TorchDDPPlugin and TorchFSDPPlugin "
+                "have it, LowLevelZeroPlugin with stage=1, and HybridParallelPlugin with pp_size=1. Without no_sync "
+                "every backward pass exchanges its gradients, which adds up to the same"
+            )
         return self.plugin.no_sync(model, optimizer)
 
     @checked

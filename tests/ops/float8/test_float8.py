@@ -112,6 +112,18 @@ def test_zeros(by_row, route):
 
 
 @pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize(("dtype", "smallest"), [(torch.float8_e4m3fn, 2e-18), (torch.float8_e5m2, 1e-22)])
+def test_below_the_smallest_scale_numbers_lose_digits_and_become_zeros(dtype, smallest, route):
+    """docs/fp8.md has these numbers."""
+    for magnitude, remains in ((1e-11, 1.0), (2 * smallest, 0.5), (smallest / 2, 0.0)):
+        input = torch.full((16, 32), magnitude, dtype=torch.float32, device=route.device)
+        with _library.implementation(route.implementation):
+            copy, _, inverse, _ = cast(input, False, dtype)
+        part = (copy.double() * inverse.double() / magnitude).mean()
+        assert abs(part - 1) < 0.01 if remains == 1 else part >= remains if remains else part == 0
+
+
+@pytest.mark.parametrize("route", routes())
 @pytest.mark.parametrize("by_row", [False, True], ids=["tensorwise", "rowwise"])
 def test_products_are_those_of_the_rounded_numbers(by_row, route):
     device = torch.device(route.device)
