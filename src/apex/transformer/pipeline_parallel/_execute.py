@@ -31,7 +31,7 @@ from ._messages import Link, TensorSpec, Transfer, read_announcement, spec_of
 from ._schedule import Action, ActionKind, schedule
 from ._split_backward import backward_input
 from ._steps import Batch, FwdStepFunc, backward_step, forward_step, free_output_tensor
-from .utils import get_kth_microbatch, get_model_type, get_num_microbatches, unwrap_model
+from .utils import REPLICATED, get_kth_microbatch, get_model_type, get_num_microbatches, unwrap_model
 
 Shapes = Callable[[int], "list[tuple[int, ...]] | None"]
 
@@ -105,7 +105,7 @@ def _check_step(microbatches: int, model: Sequence[nn.Module]) -> None:
             "the number of microbatches is 0: the global batch size is below the microbatch size times the "
             "data-parallel size (see rampup_batch_size)"
         )
-    for chunk in map(unwrap_model, model):
+    for chunk in unwrap_model(list(model), REPLICATED):  # the Booster's wrappers have methods of stages
         if not hasattr(chunk, "set_input_tensor"):
             raise TypeError(
                 f"model must have a method set_input_tensor(tensors), which gets the list of a stage's inputs, [None] "

@@ -16,7 +16,7 @@ from .._groups.device import parameter_device
 from ..context_parallel._parts import size_and_rank
 from ..enums import ModelType
 from .p2p_communication import FutureTensor
-from .utils import get_model_type, get_num_microbatches, unwrap_model
+from .utils import REPLICATED, get_model_type, get_num_microbatches, unwrap_model
 
 Batch = Any  # a tensor, tensors in a list or tuple, or None if a stage needs no data
 Model = nn.Module | list[nn.Module]  # a stage, or the list of a rank's chunks
@@ -85,7 +85,7 @@ def forward_step(
     encoder's. Other stages return a list only if `input_tensor` is a list.
     """
     inputs = _listed(input_tensor)
-    module = unwrap_model(model)
+    module = unwrap_model(model, REPLICATED)
     module.set_input_tensor(inputs)  # type: ignore[union-attr,operator]
     enabled = dtype in _AUTOCAST_DTYPES and not disable_autocast
     last = parallel_state.is_pipeline_last_stage() if last_stage is None else last_stage

@@ -124,7 +124,7 @@ def unwrap_model(model: Any, module_instances: type | tuple[type, ...] | None = 
 @checked
 def get_model_type(model: nn.Module) -> ModelType:
     """Return the `model_type` that `build_model` set on the module; by default an encoder or decoder."""
-    return getattr(unwrap_model(model), "model_type", ModelType.encoder_or_decoder)
+    return getattr(unwrap_model(model, REPLICATED), "model_type", ModelType.encoder_or_decoder)
 
 
 @checked
