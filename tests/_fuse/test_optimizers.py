@@ -198,3 +198,17 @@ def test_an_optimizer_that_others_have_changed_stays() -> None:
 def test_options_of_models_are_refused() -> None:
     with pytest.raises(ValueError, match="check, choose and padding"):
         apex.fuse(torch.optim.SGD(parameters(), lr=0.1), check=torch.zeros(1))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_layers_that_take_no_part_in_a_step_are_not_updated(name: str) -> None:
+    """A step of torch.optim skips them after zero_grad: no weight decay, no momentum."""
+    make, options = OPTIMIZERS[name]
+    params = parameters()
+    optimizer = make(params, **{"weight_decay": 0.1, **options})
+    apex.fuse(optimizer, verbose=False)
+    train(optimizer, params, 2)
+    optimizer.zero_grad()
+    before = params[1].detach().clone()
+    train(optimizer, params[:1], 2)
+    assert torch.equal(params[1], before)

@@ -68,8 +68,9 @@ def replace(optimizer: Any) -> None:
     """Turn a torch.optim optimizer into a fused one. Its groups stay the same objects, because schedulers hold them."""
     original, first, defaults = type(optimizer), optimizer.param_groups[0], optimizer.defaults
     known = {*first}
-    source = RULES[original]([{**group} for group in optimizer.param_groups], first)
+    source: Any = RULES[original]([{**group} for group in optimizer.param_groups], first)
     source.defaults.update(defaults)  # groups that are added later take them
+    source.set_grad_none = True  # a step must not update layers that took no part in it
     _become(optimizer, source)
     optimizer._fused_from = original, {*_COUNTS, *first} - known, defaults
 
