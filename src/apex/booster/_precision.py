@@ -43,6 +43,11 @@ class CastModel(ModelWrapper):
         self.masters, self._copies = masters, copies
         self._autocast, self._casts = autocast, ForwardCasts(inputs, outputs=outputs)
 
+    def _take_optimizer(self, optimizer: Any) -> None:
+        if self._copies is not None:
+            self._copies.take_optimizer(optimizer)
+        super()._take_optimizer(optimizer)
+
     def cast_outputs(self, dtype: torch.dtype) -> None:
         """Cast outputs to `dtype` from now on."""
         self._casts = dataclasses.replace(self._casts, outputs=dtype)
@@ -59,7 +64,8 @@ class CastModel(ModelWrapper):
         def method(*args: Any, **kwargs: Any) -> Any:
             """Call a method of the model; with tensors, such as `encode(inputs)`, in the model's precision."""
             has_tensors = any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs)))
-            return self._run(value, args, kwargs) if has_tensors else value(*args, **kwargs)
+            result = self._run(value, args, kwargs) if has_tensors else value(*args, **kwargs)
+            return self if result is value.__self__ else result
 
         return method
 

@@ -23,6 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from .._fuse.rule import FusedModule
+from ..ops._library import sees_operators_only
+from ..optimizers._base import FusedOptimizer
 from ._snapshot import ForwardSnapshot
 
 _aten = torch.ops.aten
@@ -36,7 +38,8 @@ class _Uses(TorchDispatchMode):
     """A record of how a forward pass under autocast uses parameters.
 
     A parameter fits a half-precision copy if each use casts it to `dtype`, looks rows of it up, or adds it to, joins it
-    with or multiplies it by a half-precision activation. A single number, such as a temperature, does not.
+    with or multiplies it by a half-precision activation. A single number, such as a temperature, does not, nor does a
+    parameter that the forward pass changes.
     """
 
     def __init__(self, weights: list[Tensor], dtype: torch.dtype) -> None:
@@ -50,7 +53,8 @@ class _Uses(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        leaves = tree_leaves((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.layout == torch.strided]
         pairs = [(self._number_of.get(_storage(tensor)), tensor) for tensor in tensors]
         for number, weight in pairs:
             if number is not None:
@@ -64,7 +68,7 @@ class _Uses(TorchDispatchMode):
         return result
 
     def _note(self, number: int, weight: Tensor, func: Any, result: Any, others: list[Tensor], args: Any) -> None:
-        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.layout == torch.strided]
         if func._schema.is_mutable:  # such as an embedding's max_norm, which would change the copy
             self._others.add(number)
             return
@@ -97,8 +101,16 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def _set_grad_dtype(weight: Tensor, dtype: torch.dtype | None) -> None:
+    """Choose the dtype of a parameter's gradients; None for any."""
+    if weight.requires_grad and hasattr(weight, "grad_dtype"):
+        gradient, weight.grad = weight.grad, None
+        weight.grad_dtype = dtype
+        weight.grad = gradient if gradient is None or dtype is None else gradient.to(dtype)
+
+
 class _Cast(torch.autograd.Function):
-    """A cast of many tensors at once; gradients stay in half precision where `owner.keeps_gradients` is set."""
+    """A cast of many tensors at once; the gradients stay in half precision."""
 
     @staticmethod
     def forward(ctx: Any, owner: WeightCopies, *weights: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
@@ -111,8 +123,6 @@ class _Cast(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
-        if not ctx.owner.keeps_gradients:
-            return None, *gradients
         for weight, gradient in zip(ctx.weights, gradients, strict=True):
             # Several backward passes add up in float32, as under autocast.
             if gradient is not None and weight.grad is not None and weight.grad.dtype == gradient.dtype:
@@ -123,34 +133,45 @@ class _Cast(torch.autograd.Function):
 class WeightCopies:
     """Half-precision copies of a model's float32 weights, which replace them inside of a forward pass.
 
-    The first forward passes with gradients find the weights that `_Uses` says fit. If `keeps_gradients` is set, their
-    gradients have the copies' dtype, for an optimizer that takes them (PyTorch 2.10 and newer have such gradients).
+    The first forward passes with gradients find the weights that `_Uses` says fit. Gradients keep the copies' dtype if
+    a fused optimizer takes them (PyTorch 2.10 and newer have such gradients).
     """
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype, keeps_gradients: bool) -> None:
-        self.dtype, self.keeps_gradients = dtype, keeps_gradients and hasattr(Tensor, "grad_dtype")
-        self._model = model
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        self.dtype, self._model = dtype, model
+        self._narrow = set[Tensor]()  # parameters whose gradients keep the copies' dtype
         self._keep_dtypes(True)
         self.weights: list[Tensor] = []
         # Modules, names of their parameters, and the numbers of the parameters in `weights`.
         self._places: list[tuple[nn.Module, str, int]] = []
-        self._is_complete = self._is_active = False
+        self._is_complete = self._is_active = self._is_in_backward = False
         # Of the last forward pass, until its backward pass is over: attributes of modules, names and copies.
         self._copies: list[tuple[dict[str, Any], str, Tensor]] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "weights": [], "_places": [], "_copies": [], "_is_complete": False, "_is_active": False}
+        flags = dict.fromkeys(("_is_complete", "_is_active", "_is_in_backward"), False)
+        return {**vars(self), "weights": [], "_places": [], "_copies": [], "_narrow": set(), **flags}
+
+    def take_optimizer(self, optimizer: Any) -> None:
+        """Choose the dtype of the gradients of an optimizer's parameters."""
+        params = {param for group in optimizer.param_groups for param in group["params"]}
+        self._narrow = self._narrow | params if isinstance(optimizer, FusedOptimizer) else self._narrow - params
+        self._forget()
 
     def run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a method of the model, under autocast, with copies in place of weights."""
+        if self._is_in_backward and torch._C._current_graph_task_id() == -1:
+            self._end_backward()  # an error ended the backward pass
         is_alone = not (dist.is_available() and dist.is_initialized())  # others exchange float32 gradients
-        if self._is_active or not torch.is_grad_enabled() or not is_alone:
+        if self._is_active or not torch.is_grad_enabled() or not is_alone or sees_operators_only():
             return function(*args, **kwargs)
-        if not self._are_current():
-            self._forget()
-            self._is_complete = False
-        if self._is_complete:
+        is_current = self._are_current()
+        if is_current and self._is_complete:
             return self._with_copies(function, args, kwargs, None)
+        if not all(weight.is_leaf for *_, weight in self._named_weights()):  # of torch.func.functional_call
+            return function(*args, **kwargs)
+        if not is_current:
+            self._forget()
         before, uses = ForwardSnapshot([self._model]), _Uses(self._other_weights(), self.dtype)
         try:
             outputs = self._with_copies(function, args, kwargs, uses)
@@ -173,10 +194,9 @@ class WeightCopies:
 
     def _forget(self) -> None:
         """Use no copies; gradients that come from now on are float32."""
-        for weight in self.weights if self.keeps_gradients else ():
-            if weight.requires_grad and (weight.grad is None or weight.grad.dtype == weight.dtype):
-                weight.grad_dtype = weight.dtype
-        self.weights, self._places, self._copies = [], [], []
+        for weight in self.weights:
+            _set_grad_dtype(weight, weight.dtype)
+        self.weights, self._places, self._copies, self._is_complete = [], [], [], False
 
     def _keep_dtypes(self, value: bool) -> None:
         """Choose whether fused norms give their input's dtype, or float32, as autocast's do."""
@@ -222,9 +242,8 @@ class WeightCopies:
         numbers = {param: number for number, param in enumerate(self.weights)}
         named = self._named_weights()
         self._places = [(module, name, numbers[param]) for module, name, param in named if param in numbers]
-        for weight in found if self.keeps_gradients else ():
-            if weight.requires_grad:
-                weight.grad_dtype = None  # any
+        for weight in found:
+            _set_grad_dtype(weight, None if weight in self._narrow else weight.dtype)
 
     @contextlib.contextmanager
     def _active(self) -> Iterator[None]:
@@ -248,8 +267,9 @@ class WeightCopies:
     def _begin_backward(self, gradient: Tensor) -> None:
         if not self._is_active and self._copies:
             self._activate()
+            self._is_in_backward = True
             Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
         self._deactivate()
-        self._copies = []
+        self._copies, self._is_in_backward = [], False

@@ -144,6 +144,8 @@ class Booster:
                     model, boosted, criterion = precision.configure(model, boosted, criterion)
         if not isinstance(model, ModelWrapper):
             model = ModelWrapper(model)
+        if optimizer is not None:
+            model._take_optimizer(optimizer)
         if isinstance(boosted, OptimizerWrapper):
             boosted.watched.append(optimizer)
             if boosted.names is None:

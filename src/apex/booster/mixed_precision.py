@@ -14,7 +14,6 @@ from ..amp import _autocast
 from ..amp._amp_state import HALF, _amp_state
 from ..amp._checks import has_known_step
 from ..ops._host import on_host
-from ..optimizers._base import FusedOptimizer
 from ..transformer.amp import GradScaler, HysteresisScaler
 from ._masters import has_state_masters
 from ._precision import CastModel, MixedOptimizer, autocast_criterion, cast_weights
@@ -66,11 +65,11 @@ class Precision(MixedPrecision):
         if optimizer is not None:
             change_each(model, self._check_weights)
             change_each(model, lambda chunk: _warn_of_lost_updates(chunk, optimizer))
-        boosted = change_each(model, lambda chunk: self._cast_model(chunk, optimizer))
+        boosted = change_each(model, self._cast_model)
         wrapped = None if optimizer is None else MixedOptimizer(optimizer, self.scaler())
         return boosted, wrapped, autocast_criterion(criterion, self.dtype)
 
-    def _cast_model(self, model: nn.Module, optimizer: Any) -> CastModel:
+    def _cast_model(self, model: nn.Module) -> CastModel:
         """Return a model under autocast."""
         return CastModel(model, autocast=self.dtype)
 
@@ -162,11 +161,10 @@ class BF16MixedPrecision(Precision):
         self.opt_level, self.weight_copies = opt_level, weight_copies
         self.casts_weights = opt_level == "O5"
 
-    def _cast_model(self, model: nn.Module, optimizer: Any) -> CastModel:
+    def _cast_model(self, model: nn.Module) -> CastModel:
         if not self.weight_copies:
-            return super()._cast_model(model, optimizer)
-        copies = WeightCopies(model, torch.bfloat16, keeps_gradients=isinstance(optimizer, FusedOptimizer))
-        return CastModel(model, autocast=self.dtype, copies=copies)
+            return super()._cast_model(model)
+        return CastModel(model, autocast=self.dtype, copies=WeightCopies(model, torch.bfloat16))
 
     def configure(self, model: nn.Module, optimizer: Any = None, criterion: Any = None) -> tuple[Any, Any, Any]:
         return (self._in_half if self.opt_level == "O5" else self._under_autocast)(model, optimizer, criterion)

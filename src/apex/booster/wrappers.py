@@ -35,6 +35,8 @@ class ModelWrapper(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
+        # The dicts themselves, in which torch.func.functional_call replaces tensors.
+        vars(self).update(_parameters=module._parameters, _buffers=module._buffers)
 
     @property
     def optimizer(self) -> Any:
@@ -90,6 +92,11 @@ class ModelWrapper(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
 
+    def _take_optimizer(self, optimizer: Any) -> None:
+        """Prepare for gradients of the user's optimizer, which trains the model from now on."""
+        if isinstance(self.module, ModelWrapper):
+            self.module._take_optimizer(optimizer)
+
     def unwrap(self) -> nn.Module:
         """Return the module that the user made, which is inside of all wrappers."""
         return unwrapped(self)
@@ -97,14 +104,12 @@ class ModelWrapper(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        named = unwrapped(self).named_parameters if recurse else super().named_parameters
-        return named(prefix, recurse, remove_duplicate)
+        return unwrapped(self).named_parameters(prefix, recurse, remove_duplicate)
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
-        named = unwrapped(self).named_buffers if recurse else super().named_buffers
-        return named(prefix, recurse, remove_duplicate)
+        return unwrapped(self).named_buffers(prefix, recurse, remove_duplicate)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the state dict of the user's model, with the values of this process's float32 master weights."""
@@ -131,7 +136,6 @@ class ModelWrapper(nn.Module):
             path, inner = f"{path}module.", inner.module
         own = {name: state_dict.pop(name) for name in list(state_dict) if name.startswith(prefix)}
         state_dict.update({path + name.removeprefix(prefix): value for name, value in own.items()})
-        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _load_masters(self, state_dict: Mapping[str, Any], prefix: str) -> None:
         masters = masters_of(self)
