@@ -21,10 +21,12 @@ from torch import Tensor, nn
 from apex import amp
 from apex._fuse.rule import RULES, FusedModule
 from apex.booster import plugin as plugins
+from apex.booster._precision import CastModel
 from apex.booster.mixed_precision import FP8MixedPrecision
 from apex.booster.plugin import GradientCheckpointConfig, PipelineGradientCheckpointConfig, _arguments
 from apex.booster.plugin._fusion_arguments import HEAD
 from apex.booster.plugin._gradient_checkpoints import checkpoint_layers, chosen_layers
+from apex.booster.wrappers import ModelWrapper
 from apex.transformer import parallel_state
 from apex.transformer import tensor_parallel as tp
 
@@ -117,8 +119,11 @@ def look(name: str, patch: pytest.MonkeyPatch, **arguments: Any) -> dict[str, An
         if isinstance(each, nn.parallel.DistributedDataParallel):
             seen |= {f"ddp.{key}": value for key, value in vars(each).items()}
             seen["ddp.buffers"] = getattr(each, "forward_sync_buffers", getattr(each, "broadcast_buffers", None))
-        if hasattr(each, "_casts"):
-            seen["inputs"] = each._casts.inputs
+    wrapper = boosted
+    while isinstance(wrapper, ModelWrapper):
+        if isinstance(wrapper, CastModel):
+            seen["inputs"] = wrapper._casts.inputs
+        wrapper = wrapper.module
     if sharded:
         last = sharded[-1]
         seen |= {"units": len(sharded), "mesh": tuple(last["mesh"].shape), "policy": last["mp_policy"]}
