@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from apex import checkpoint
+from apex.booster import Booster
 from apex.checkpoint import _background, _writer
 from tests.support.forks import fork
 
@@ -139,6 +140,42 @@ def test_a_writer_that_is_killed_is_reported_and_replaced(tmp_path: Path) -> Non
     assert loaded(tmp_path / "a", x=torch.zeros(2))["x"].tolist() == [1.0, 1.0]
     checkpoint.save_sharded({"x": torch.zeros(2)}, tmp_path / "a", use_async=True)
     assert loaded(tmp_path / "a", x=torch.ones(2))["x"].tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(("limit", "most", "number"), [("FSIZE", 512, errno.EFBIG), ("NOFILE", 8, errno.EMFILE)])
+@pytest.mark.parametrize("whole", [False, True])
+def test_an_error_of_the_disk_in_the_writer_leaves_the_old_checkpoint(
+    whole: bool, limit: str, most: int, number: int, tmp_path: Path
+) -> None:
+    """The error has the system's number; nothing unfinished stays, and the next save has a new writer."""
+    path, booster = tmp_path / "a", Booster("cpu")
+
+    def save(value: float) -> None:
+        if whole:
+            booster.save_model(nn.ParameterDict({"x": torch.full((1000,), value)}), path, shard=True, use_async=True)
+        else:
+            checkpoint.save_sharded({"x": torch.full((1000,), value)}, path, use_async=True)
+
+    def value() -> float:
+        if not whole:
+            return float(loaded(path, x=torch.zeros(1000))["x"][0])
+        booster.load_model(model := nn.ParameterDict({"x": torch.zeros(1000)}), path)
+        return float(model["x"][0])
+
+    resource = pytest.importorskip("resource")
+    save(1.0)
+    checkpoint.wait()
+    kind = getattr(resource, f"RLIMIT_{limit}")
+    resource.prlimit(pid(), kind, (most, resource.getrlimit(kind)[1]))
+    save(2.0)
+    with pytest.raises(OSError, match=r"a could not be written; rank 0 had OSError") as caught:
+        checkpoint.wait()
+    assert caught.value.errno == number
+    assert [each.name for each in tmp_path.iterdir()] == ["a"]
+    assert value() == 1.0
+    save(3.0)
+    checkpoint.wait()
+    assert value() == 3.0
 
 
 def test_states_that_cannot_be_copied_are_refused_at_once(tmp_path: Path) -> None:

@@ -143,10 +143,15 @@ def check_is_checkpoint(path: Path) -> None:
 
 
 def _listed(folder: Path) -> set[str]:
-    """Return the names of the files that a save wrote: the manifest and the files that it lists."""
+    """Return the names of the files that a save wrote: the manifest and the files that it lists.
+
+    Raise an OSError if the manifest cannot be read.
+    """
     try:
         manifest = manifest_of(folder)
-    except DamagedCheckpoint:
+    except DamagedCheckpoint as error:
+        if isinstance(error.__cause__, OSError):  # the manifest may be intact
+            raise error.__cause__ from None
         return set()
     return set() if manifest is None else {*manifest, MANIFEST}
 
