@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from apex.ops import _library
-from apex.ops.xentropy import chunks, config, linear_cross_entropy
+from apex.ops.xentropy import chunks, config, linear_cross_entropy, linear_log_probs, linear_token_loss
 from tests.support.harness import Route, assert_close, assert_equal_bits, routes
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -284,3 +284,27 @@ def test_an_input_computed_from_the_weight_is_not_counted_twice() -> None:
     expected = derivatives(lambda x, w, labels: torch.nn.functional.cross_entropy(x @ w.t(), labels))
     for actual, wanted in zip(found, expected, strict=True):
         torch.testing.assert_close(actual, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("function", ["linear_cross_entropy", "kept", "computed again", "token loss"])
+def test_memory_between_rows_is_not_a_number(function: str, dtype: torch.dtype) -> None:
+    """With AMX oneDNN reads behind the rows of a half-precision matrix whose length is no multiple of 32."""
+    generator = torch.Generator().manual_seed(0)
+    input, weight = (
+        torch.randn(*shape, generator=generator).to(dtype).requires_grad_() for shape in ((48, 8), (50, 8))
+    )
+    labels = torch.randint(0, 50, (48,), generator=generator)
+    for rows in (48, 36, 33):
+        x, t = input[:rows], labels[:rows]
+        if function == "linear_cross_entropy":
+            loss = linear_cross_entropy(x, weight, t)
+        elif function == "token loss":
+            loss = linear_token_loss(x, weight, t, None, lambda log_probs, _: -log_probs / rows)[0]  # noqa: B023
+        else:
+            loss = -linear_log_probs(x, weight, t, keep_logits=function == "kept").log_probs.mean()
+        expected, wanted = exact(x, weight, None, t, torch.ones(()))
+        gradients = torch.autograd.grad(loss, (input, weight))
+        assert_near(loss, expected, dtype, "loss")
+        assert_near(gradients[0][:rows], wanted[0], dtype, "the input's gradient", 2)
+        assert_near(gradients[1], wanted[1], dtype, "the weight's gradient", 2)

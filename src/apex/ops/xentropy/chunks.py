@@ -50,7 +50,7 @@ def walk(
     weight_gradient = allocate((classes, features) if wanted[1] else 0, dtype=accumulation_dtype, device=device)
     bias_gradient = torch.zeros(classes if wanted[2] else 0, dtype=_library.compute_dtype(input), device=device)
     buffers = [
-        torch.empty((min(chunk_rows, count), row_stride(classes)), dtype=input.dtype, device=device)
+        logits_memory(min(chunk_rows, count), classes, input)
         for _ in range(1 + overlapped if kept is None or filled else 0)
     ]
     parts = config.parts_of_products(classes, input.dtype, _library.on_gpu(input))
@@ -96,6 +96,14 @@ def walk(
 
 def row_stride(classes: int) -> int:
     return -(-classes // config.STRIDE_MULTIPLE) * config.STRIDE_MULTIPLE
+
+
+def logits_memory(count: int, classes: int, input: Tensor) -> Tensor:
+    """Return memory for rows of logits; on a CPU with zeros behind each row, which oneDNN reads and multiplies by 0."""
+    memory = input.new_empty((count, row_stride(classes)))
+    if not _library.on_gpu(input):
+        memory[:, classes:] = 0.0
+    return memory
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
@@ -276,7 +284,7 @@ def linear_rows(
     count, device = input.shape[0], input.device
     table = torch.empty((len(chosen), count), dtype=_library.compute_dtype(input), device=device)
     top = torch.empty(count if "top" in names.split() else 0, dtype=torch.int64, device=device)
-    kept = torch.empty((count, row_stride(weight.shape[0])) if keep else (0, 0), dtype=input.dtype, device=device)
+    kept = logits_memory(count, weight.shape[0], input) if keep else input.new_empty((0, 0))
 
     def visit(logits: Tensor, target: Tensor, part: slice) -> Callable[[], Any]:
         of_part = top[part] if top.numel() else top
