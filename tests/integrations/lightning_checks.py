@@ -153,6 +153,69 @@ def check_fabric() -> str:
     return f"losses equal to those without it, within rounding: {', '.join(CLOSE)}"
 
 
+class Inside(nn.Module):
+    """A module that notes the dtype of its input, and returns what it got, with a product of weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+        self.dtype = batch["x"].dtype
+        return {"logits": self.linear(batch["x"]), "x": batch["x"], "index": batch["index"], "words": "kept"}
+
+
+def check_fabric_dtypes() -> str:
+    """Dtypes of inputs and outputs as with Fabric's own precision, so that losses outside of a module are float32"""
+    same = {"32": "32-true", "bf16": "bf16-mixed", "bf16-true": "bf16-true", "fp8": "bf16-mixed"}
+    for precision, theirs in same.items():
+        found = []
+        for options in ({"plugins": [ApexPrecision(precision)]}, {"precision": theirs}):
+            model = lightning.Fabric(accelerator="cpu", **options).setup(inside := Inside())
+            for dtype in (torch.float32, *([torch.float64] if precision != "32" else [])):
+                outputs = model({"x": torch.ones(2, 8, dtype=dtype), "index": torch.arange(2)})
+                found.append([inside.dtype, *(getattr(each, "dtype", each) for each in outputs.values())])
+        assert found[: len(found) // 2] == found[len(found) // 2 :], precision
+        assert found[0][1] == torch.float32
+    return f"equal: {', '.join(same)}"
+
+
+def check_fabric_loss_scale() -> str:
+    """The first step in float16 with a loss scale of 65536 is not skipped"""
+    fabric = lightning.Fabric(accelerator="cpu", plugins=[plugin := ApexPrecision("fp16")])
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4))
+    before = [param.detach().clone() for param in net.parameters()]
+    model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
+    inputs, targets = next(iter(data()))
+    fabric.backward(nn.functional.cross_entropy(model(inputs), targets))
+    optimizer.step()
+    assert plugin.scaler.get_scale() == 2.0**16
+    assert not any(torch.equal(param, old) for param, old in zip(net.parameters(), before, strict=True))
+    return "the loss is float32"
+
+
+class Regression(Classifier):
+    """A model whose targets are floats."""
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        assert all(each.dtype == torch.float32 for each in batch)
+        outputs = self.net(batch[0])
+        assert outputs.dtype == torch.bfloat16  # as with a Trainer's own precision
+        return nn.functional.mse_loss(outputs[:, 0].float(), batch[1])
+
+
+def check_batches_of_a_trainer() -> str:
+    """A `Trainer` does not cast batches, which have targets"""
+    batches = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(16, 8), torch.randn(16)), 8)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = lightning.Trainer(
+            max_steps=2, enable_checkpointing=False, default_root_dir=folder, plugins=[ApexPrecision("bf16")], **QUIET
+        )
+        trainer.fit(Regression(), batches)
+    return "float32"
+
+
 def refusal(*arguments: str) -> str:
     """Return the message of the error that a plugin with these arguments and a scaler raises."""
     try:

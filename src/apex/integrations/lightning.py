@@ -67,6 +67,7 @@ class ApexPrecision(Precision):
         self._kind, self._fuses = precision, fuse
         self._exact: dict[Tensor, Tensor] = {}
         self._masters: dict[int, Any] = {}
+        self._has_trainer = False
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Fuse and cast a module."""
@@ -82,12 +83,17 @@ class ApexPrecision(Precision):
         return module
 
     def convert_input(self, data: Any) -> Any:
-        """Cast floats to bfloat16 if the weights are."""
-        return applier(data, lambda value: to_type(torch.bfloat16, value)) if self._kind == "bf16-true" else data
+        """Cast floats to bfloat16 if the weights are, and to autocast's dtype in Fabric, as its own plugins do.
+
+        A Trainer gives whole batches, with targets of losses: autocast casts what its operators need.
+        """
+        dtype = None if self._has_trainer else _DTYPES.get(self._kind)
+        dtype = torch.bfloat16 if self._kind == "bf16-true" else dtype
+        return data if dtype is None else applier(data, lambda value: to_type(dtype, value))
 
     def convert_output(self, data: Any) -> Any:
-        """Cast outputs to float32 if the weights are bfloat16."""
-        return applier(data, lambda value: to_type(torch.float32, value)) if self._kind == "bf16-true" else data
+        """Cast outputs to float32, in which losses are computed outside of a module; Fabric alone asks for it."""
+        return data if self._kind == "32" else applier(data, lambda value: to_type(torch.float32, value))
 
     def forward_context(self) -> contextlib.AbstractContextManager[Any]:
         """Return autocast, if the precision has it."""
@@ -97,6 +103,7 @@ class ApexPrecision(Precision):
 
     def connect(self, model: Any, optimizers: list[Any], lr_schedulers: list[Any]) -> tuple[Any, list[Any], list[Any]]:
         """Fuse the optimizers of a Trainer."""
+        self._has_trainer = True
         for optimizer in optimizers:
             self._prepare(optimizer)
         return super().connect(model, optimizers, lr_schedulers)
