@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from .. import optimizers as fused
+from ..optimizers._state_dicts import COUNTS
 
 
 def _adam(params: Any, group: dict[str, Any], decoupled: bool) -> Optimizer:
@@ -40,8 +41,8 @@ RULES: dict[type[Optimizer], Callable[[Any, dict[str, Any]], Optimizer]] = {
 }
 if hasattr(torch.optim, "Muon"):  # from PyTorch 2.9 on
     RULES[torch.optim.Muon] = lambda params, group: fused.FusedMuon(params)
-# Entries that steps of fused optimizers add to groups.
-_COUNTS = ("step", "mu_product")
+# Step counts that state of PyTorch's class does not have.
+_COUNTLESS = dict.fromkeys((torch.optim.SGD, getattr(torch.optim, "Muon", None)), frozenset({"step"}))
 _REFUSED = ("maximize", "differentiable", "lr_decay")
 
 
@@ -72,7 +73,10 @@ def replace(optimizer: Any) -> None:
     source.defaults.update(defaults)  # groups that are added later take them
     source.set_grad_none = True  # a step must not update layers that took no part in it
     _become(optimizer, source)
-    optimizer._fused_from = original, {*_COUNTS, *first} - known, defaults
+    own = {*COUNTS, *first} - known
+    optimizer._fused_from = original, own, defaults
+    optimizer._extra_entries = frozenset(own)
+    optimizer._extra_counts = _COUNTLESS.get(original, frozenset())
 
 
 def restore(optimizer: Any) -> None:

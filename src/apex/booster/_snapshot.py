@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..optimizers._state_dicts import show_own_entries
+
 
 def _copied(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
@@ -45,6 +47,7 @@ class TrainingSnapshot(ForwardSnapshot):
 
     def __init__(self, models: Sequence[nn.Module], optimizers: Sequence[Any], wrappers: Sequence[Any] = ()) -> None:
         super().__init__(models)
+        show_own_entries(optimizers)
         self._scales = [(wrapper, copy.deepcopy(wrapper.scaler_state())) for wrapper in wrappers]
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         params = [param for group in groups for param in group["params"]]

@@ -22,6 +22,7 @@ from ..ops.multi_tensor.flat import flat, with_strides_of
 from ..ops.multi_tensor.torch_lists import StateSeed, seed_of
 from ..optimizers import FusedAdam, FusedSGD, OffloadedOptimizer
 from ..optimizers._base import EncodingOptimizer
+from ..optimizers._state_dicts import show_own_entries
 
 BYTES_OF_A_GRADIENT = 4
 
@@ -56,6 +57,7 @@ def zero_optimizer(
     Both optimizers share the dicts of their groups, so a scheduler of one changes the other. Give the state dict to
     `load_plain_state` once all parameters have been cast.
     """
+    show_own_entries([optimizer])
     groups = optimizer.param_groups
     known = has_known_step(optimizer)
     if known and isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW, FusedAdam)):

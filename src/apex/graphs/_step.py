@@ -19,6 +19,7 @@ from torch import Tensor
 from ..ops import _graph_numbers
 from ..ops._graph import CudaGraphs
 from ..ops._host import on_host
+from ..optimizers._state_dicts import show_own_entries
 from ._captured import Graph, flattened, map_tensors, watched
 from ._references import References, line_of
 from ._state import hyperparameters, parameters
@@ -104,6 +105,7 @@ class CapturedStep:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.reason:
             return self._function(*args, **kwargs)
+        show_own_entries(self._optimizers.values())  # a graph follows them
         arguments = args, kwargs
         tensors, signature = flattened(arguments)
         device = self._backend.device_of(self._params or [tensor for tensor in tensors if not on_host(tensor)])

@@ -24,16 +24,16 @@ from ..ops._host import HOST, on_host
 from ..ops.multi_tensor import make_lists, zero
 from ..ops.multi_tensor.torch_lists import StateSeed, seed_of
 from ._buckets import MASTER, Group, GroupBuckets, SlotCodecs, UpdateBucket, agreed
-from ._checkpoints import load_state, load_with_hooks, saved_state
 from ._checks import check_group, check_options
-from ._formats import add_state, check_formats, decoded_state, encode_loaded, master_of, slot_codecs, stored_names
+from ._formats import add_state, check_formats, decoded_state, master_of, slot_codecs, stored_names
+from ._state_dicts import StateDicts
 
 logger = logging.getLogger("apex.optimizers")
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 # Types of attributes that are pickled with an optimizer.
-_OPTIONS = (bool, int, float, str, torch.dtype, type(None))
+_OPTIONS = (bool, int, float, str, frozenset, torch.dtype, type(None))
 # Attributes that a copy of an optimizer makes anew.
 _NOT_COPIED = {
     *("_group_buckets", "_states", "_ready", "_amp_stash", "_model_params", "_takes_model_grads", "_workspaces"),
@@ -91,7 +91,7 @@ class LossScaling(NamedTuple):
         return {"noop": self.found_inf, "grad_scale": self.inverse_scale}
 
 
-class FusedOptimizer(torch.optim.Optimizer):
+class FusedOptimizer(StateDicts):
     """Base of the fused optimizers.
 
     Options that all of them take by keyword:
@@ -211,6 +211,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     @torch._disable_dynamo  # torch.compiler.disable would import the compiler here: 1.8 s
     @torch.no_grad()
     def _step(self, scaling: LossScaling) -> None:
+        self._show_own()
         for group in self.param_groups:
             if group.get("maximize"):  # set after the group was made
                 check_group(self, group)
@@ -323,6 +324,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         skipped.zero_()  # in place, because a graph may continue to count in this tensor
 
     def _settle_all_skipped(self) -> None:
+        self._show_own()
         for index in list(self._skipped):
             self._settle_skipped(index, self.param_groups[index])
 
@@ -410,20 +412,6 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         params = (param for group in self.param_groups for param in group["params"])
         return [master_of(self.state[param], param) if param in self.state else param for param in params]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state, including master weights, in the format of `torch.optim`, which can load it."""
-        self._settle_all_skipped()
-        return saved_state(self, super().state_dict())
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of this class, or of PyTorch's optimizer of the same algorithm."""
-        load_with_hooks(self, state_dict, self._load)
-
-    def _load(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict; `load_state_dict` calls the hooks before and after."""
-        load_state(self, state_dict, super().load_state_dict)
-        encode_loaded(self)
 
     def __getstate__(self) -> dict[str, Any]:
         self._settle_all_skipped()

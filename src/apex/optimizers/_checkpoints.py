@@ -224,15 +224,19 @@ def _restored(value: Any, param: Tensor) -> Any:
 
 
 def step_counts(state_dict: dict[str, Any]) -> list[Any]:
-    """Return each group's step count: the group's own, or else its parameters'."""
+    """Return each group's step count: the group's own, or else its parameters'.
+
+    A group counts less than its parameters if torch.distributed.checkpoint loaded state of an optimizer of PyTorch,
+    whose groups have no count: the group's is that of the optimizer before it was loaded.
+    """
     counts: list[Any] = []
     for group in state_dict["param_groups"]:
-        if "step" in group:
+        states = (state_dict["state"].get(param, {}) for param in group["params"])
+        steps = {int(state["step"]) for state in states if "step" in state}
+        if "step" in group and int(group["step"]) >= max(steps, default=0):
             step = group["step"]
             counts.append(step.clone() if isinstance(step, Tensor) else step)
             continue
-        states = (state_dict["state"].get(param, {}) for param in group["params"])
-        steps = {int(state["step"]) for state in states if "step" in state}
         if len(steps) > 1:
             logger.warning("parameters of one group were stepped %s times; the group goes on from the largest", steps)
         counts.append(max(steps) if steps else None)
