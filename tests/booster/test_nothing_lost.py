@@ -308,6 +308,38 @@ def add_noise(model: Model) -> None:
             param.add_(torch.randn(param.shape, generator=torch.Generator().manual_seed(3)) * 2.0**-12)
 
 
+def resize(model: Model) -> None:
+    """Resize a layer as resize_token_embeddings of transformers does: the parameter stays, and its data is another."""
+    model.head.weight.data = torch.cat([model.head.weight.data, torch.full((2, 8), 0.5)])
+    model.head.bias.data = torch.cat([model.head.bias.data, torch.full((2,), 0.5)])
+    model.shift = torch.ones(6)
+
+
+class Adapted(nn.Module):
+    """A layer with an adapter, as those of PEFT."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base, self.adapter = base.requires_grad_(False), layer(base.in_features, base.out_features)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.base(inputs) + self.adapter(inputs)
+
+
+def adapt(model: Model) -> None:
+    model.head = Adapted(model.head)
+
+
+def merge(model: Model) -> None:
+    adapt(model)
+    model(numbers(2, 8)).sum().backward()
+    model.zero_grad()
+    merged, adapter = model.head.base, model.head.adapter
+    merged.weight.data += adapter.weight.data
+    merged.bias.data += adapter.bias.data
+    model.head = merged
+
+
 def load(model: Model) -> None:
     model.load_state_dict(state())
 
@@ -331,7 +363,7 @@ def state() -> dict[str, Tensor]:
 
 CHANGES = [
     *(set_attribute, delete_attribute, replace_module, replace_inner_module, remove_module, replace_parameter),
-    *(replace_buffer, replace_method, set_training, add_hooks, parametrize, prune),
+    *(replace_buffer, replace_method, set_training, add_hooks, parametrize, prune, resize, adapt, merge),
     *(clamp, clamp_data, set_data, exchange_data, set_vector, initialise, add_noise),
     *(load, load_part, load_some, load_assigned),
 ]

@@ -187,9 +187,22 @@ def load_state(optimizer: Any, state_dict: dict[str, Any], load: Callable[[dict[
         for name, value in state_dict["state"][index].items():
             if name != "step":
                 state[name] = _restored(value, param)
+        _take_master(state, param)
         if optimizer._place_state is not None:
             optimizer._place_state(state, param)
     optimizer._rename_loaded_state()
+
+
+@torch.no_grad()
+def _take_master(state: dict[str, Any], param: Tensor) -> None:
+    """Drop the master of a float32 parameter, which has these bits itself.
+
+    A parameter that is the master's rounding, loaded from a half-precision model, becomes the master.
+    """
+    if param.dtype == torch.float32 and isinstance(state.get(MASTER), Tensor):
+        master = state.pop(MASTER).to(torch.float32)
+        if any(bool((param == master.to(dtype)).all()) for dtype in (torch.bfloat16, torch.float16)):
+            param.copy_(master)
 
 
 def _from_distributed(optimizer: Any, state_dict: Any) -> Any:
