@@ -189,7 +189,8 @@ def padded_attention(
     # Mask of keys; sequences without keys attend to everything, and the result is not used.
     mask = (inside | ~inside.any(1, keepdim=True))[:, None, None, :]
     if sdpa and seed is None:
-        output = _sdpa(query, key, value, torch.where(mask, 0.0, float("-inf")).to(qkv.dtype))
+        added = torch.zeros(mask.shape, dtype=qkv.dtype, device=qkv.device).masked_fill_(~mask, float("-inf"))
+        output = _sdpa(query, key, value, added)
     else:
         sequences, heads = query.shape[:2]
         keep = None
