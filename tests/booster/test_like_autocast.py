@@ -77,7 +77,24 @@ class Outputs:
         return self.hidden.float()
 
 
-class CheckpointedOutputs(Checkpointed):
+class Scaled(nn.Module):
+    """A layer with weights that are looked up, added and multiplied, whose copies change the activations' dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.table, self.gain = nn.Linear(16, 16), nn.Embedding(8, 16), nn.Parameter(torch.rand(16))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return torch.tanh(self.layer(inputs) * self.gain + self.table(torch.arange(8)))
+
+
+class CheckpointedScales(Checkpointed):
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__(use_reentrant)
+        self.blocks = nn.ModuleList([Scaled() for _ in range(2)])
+
+
+class CheckpointedOutputs(CheckpointedScales):
     def __init__(self) -> None:
         super().__init__(use_reentrant=False)
 
@@ -261,12 +278,13 @@ def checkpointing(boost: Boost, make: Callable[[], nn.Module]) -> list[Tensor]:
     inner = make()
     model, optimizer = boost(inner, sgd(inner.parameters()))
     for number in range(STEPS):
-        step(model, optimizer, number)
         optimizer.zero_grad()
         one, other = model(batch(number)).float().square().mean(), model(batch(-1 - number)).float().mean()
-        one.backward()
+        (one + other).backward(retain_graph=True)
         other.backward()
+        one.backward()
         optimizer.step()
+        step(model, optimizer, number)
     return [*inner.parameters()]
 
 
@@ -282,12 +300,13 @@ LOOPS: list[Any] = [
     pytest.param(functools.partial(checkpointing, make=functools.partial(Checkpointed, True)), id="reentrant"),
     pytest.param(functools.partial(checkpointing, make=functools.partial(Checkpointed, False)), id="checkpoint"),
     pytest.param(functools.partial(checkpointing, make=CheckpointedOutputs), id="checkpoint_outputs"),
+    pytest.param(functools.partial(checkpointing, make=functools.partial(CheckpointedScales, True)), id="scales"),
 ]
 
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_loop_trains_as_under_autocast(loop: Callable[[Boost], list[Tensor]], boost: Any, way: str) -> None:
-    """Without fused modules and optimizers all bits are equal."""
+    """Without fused modules and optimizers all bits are equal, if no copy narrows an activation."""
     torch.manual_seed(0)
     expected = loop(lambda model, optimizer: (Plain(model), optimizer))
     torch.manual_seed(0)
@@ -301,7 +320,8 @@ def test_a_loop_trains_as_under_autocast(loop: Callable[[Boost], list[Tensor]], 
     for model, _ in boosted:
         assert all(param.dtype == torch.float32 for param in model.parameters())
         assert has_copies(model) == (way != "as on a CPU")
-    if way == "as on a GPU":
+    narrows = any(isinstance(module, Scaled) for model, _ in boosted for module in model.modules())
+    if way == "as on a GPU" or (way == "with copies" and narrows):
         for result, truth in zip(results, expected, strict=True):
             assert (result - truth).norm() <= 0.01 * truth.norm()
     else:

@@ -12,6 +12,7 @@ on any other model.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -97,6 +98,14 @@ class _Uses(TorchDispatchMode):
         return [self._weights[number] for number in sorted(self._fits - self._others)]
 
 
+def _tensors(outputs: Any) -> Iterator[Tensor]:
+    """Yield the tensors in what a model returns: containers, and attributes of objects such as dataclasses."""
+    for leaf in tree_leaves(outputs):
+        for value in (leaf,) if isinstance(leaf, Tensor) else tree_leaves(list(getattr(leaf, "__dict__", {}).values())):
+            if isinstance(value, Tensor):
+                yield value
+
+
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
@@ -147,10 +156,11 @@ class WeightCopies:
         self._is_complete = self._is_active = self._is_in_backward = False
         # Of the last forward pass, until its backward pass is over: attributes of modules, names and copies.
         self._copies: list[tuple[dict[str, Any], str, Tensor]] = []
+        self._copied_places: Any = None  # the places that these copies are for
 
     def __getstate__(self) -> dict[str, Any]:
-        flags = dict.fromkeys(("_is_complete", "_is_active", "_is_in_backward"), False)
-        return {**vars(self), "weights": [], "_places": [], "_copies": [], "_narrow": set(), **flags}
+        state = {**vars(self), "weights": [], "_places": [], "_copies": [], "_copied_places": None, "_narrow": set()}
+        return {**state, "_is_complete": False, "_is_active": False, "_is_in_backward": False}
 
     def take_optimizer(self, optimizer: Any) -> None:
         """Choose the dtype of the gradients of an optimizer's parameters."""
@@ -196,7 +206,7 @@ class WeightCopies:
         """Use no copies; gradients that come from now on are float32."""
         for weight in self.weights:
             _set_grad_dtype(weight, weight.dtype)
-        self.weights, self._places, self._copies, self._is_complete = [], [], [], False
+        self.weights, self._places, self._copies, self._copied_places, self._is_complete = [], [], [], None, False
 
     def _keep_dtypes(self, value: bool) -> None:
         """Choose whether fused norms give their input's dtype, or float32, as autocast's do."""
@@ -205,15 +215,20 @@ class WeightCopies:
                 module.keeps_dtype = value
 
     def _with_copies(self, function: Callable[..., Any], args: Any, kwargs: Any, uses: _Uses | None) -> Any:
-        copies = _Cast.apply(self, *self.weights) if self.weights else ()
-        self._copies = [(vars(module), name, copies[number]) for module, name, number in self._places]
+        self._make(self.weights, self._places)
         with self._active(), uses or contextlib.nullcontext():
             outputs = function(*args, **kwargs)
-        # Checkpointed layers run again in the backward pass, with the same weights.
-        for output in tree_leaves(outputs) if self._copies else ():
-            if isinstance(output, Tensor) and output.requires_grad:
-                output.register_hook(self._begin_backward)
+        # Checkpointed layers run again in the backward pass, with copies of the same weights.
+        begin_backward = functools.partial(self._begin_backward, self.weights, self._places)
+        for output in _tensors(outputs):
+            if output.requires_grad:
+                output.register_hook(begin_backward)
         return outputs
+
+    def _make(self, weights: list[Tensor], places: list[tuple[nn.Module, str, int]]) -> None:
+        copies = _Cast.apply(self, *weights) if weights else ()
+        self._copies = [(vars(module), name, copies[number]) for module, name, number in places]
+        self._copied_places = places
 
     def _are_current(self) -> bool:
         return all(
@@ -237,7 +252,7 @@ class WeightCopies:
 
         With copies of embeddings the activations are narrow that positions are added to: these fit in the next pass.
         """
-        self.weights += found
+        self.weights = [*self.weights, *found]
         self._is_complete = not found
         numbers = {param: number for number, param in enumerate(self.weights)}
         named = self._named_weights()
@@ -264,12 +279,21 @@ class WeightCopies:
             attributes.pop(name, None)
         self._is_active = False
 
-    def _begin_backward(self, gradient: Tensor) -> None:
-        if not self._is_active and self._copies:
-            self._activate()
+    def _begin_backward(
+        self, weights: list[Tensor], places: list[tuple[nn.Module, str, int]], gradient: Tensor
+    ) -> None:
+        """Use the copies that a forward pass had, in its backward pass; copies of an earlier pass are made again."""
+        if self._copied_places is places if self._is_in_backward else self._is_active:
+            return
+        if not self._is_in_backward:
             self._is_in_backward = True
             Variable._execution_engine.queue_callback(self._end_backward)
+        self._deactivate()
+        if self._copied_places is not places:
+            with torch.enable_grad():
+                self._make(weights, places)
+        self._activate()
 
     def _end_backward(self) -> None:
         self._deactivate()
-        self._copies, self._is_in_backward = [], False
+        self._copies, self._copied_places, self._is_in_backward = [], None, False
