@@ -43,7 +43,7 @@ class Net(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         self.calls += 1
-        return self.head(self.encode(inputs)) * self.temperature + self.shift * self.training
+        return self.head(self.encode(inputs)) * self.temperature + self.shift * float(self.training)
 
 
 Model = Any
@@ -455,6 +455,18 @@ def test_methods_of_the_model_compute_in_its_precision(pair: Any) -> None:
     torch.testing.assert_close(model.body(inputs), plain.body(inputs), rtol=0, atol=0)
     assert model.freeze() is model
     assert not model.body[0].weight.requires_grad
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_exported_models_compute_the_same(pair: Any) -> None:
+    model, _, _ = pair
+    inputs = numbers(3, 8)
+    program = torch.export.export(model, (inputs,)).module()
+    torch.testing.assert_close(program(inputs), model(inputs), rtol=0.01, atol=0.01)
+    with pytest.raises(RuntimeError, match=r"trace model.unwrap\(\)"):
+        torch.jit.trace(model, inputs)
+    traced = torch.jit.trace(model.unwrap(), inputs)
+    torch.testing.assert_close(traced(inputs), model.unwrap()(inputs))
 
 
 def test_the_old_name_of_the_model_is_the_float32_model(pair: Any) -> None:

@@ -92,6 +92,13 @@ class ModelWrapper(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
 
+    def _slow_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise: PyTorch calls this method while torch.jit.trace looks for layers, which are those of the user's."""
+        raise RuntimeError(
+            "torch.jit.trace does not trace boosted models: trace model.unwrap(), with the same weights, inside of "
+            "torch.autocast(..., cache_enabled=False) if the result is to compute in half precision"
+        )
+
     def _take_optimizer(self, optimizer: Any) -> None:
         """Prepare for gradients of the user's optimizer, which trains the model from now on."""
         if isinstance(self.module, ModelWrapper):
