@@ -118,6 +118,38 @@ def test_weights_that_a_forward_pass_changes_are_not_copied(kind: Any) -> None:
         assert (param - truth).norm() <= 0.01 * truth.norm()
 
 
+class Methods(Uses):
+    """A model whose methods change a weight that its forward pass multiplies, and use it in other ways."""
+
+    def set_table(self, values: Tensor) -> None:
+        self.table.data.copy_(values)
+
+    def penalty(self, inputs: Tensor) -> Tensor:
+        return self.table.square().sum() * inputs.mean()
+
+    def encode(self, inputs: Tensor) -> Tensor:
+        return self.hidden(inputs)
+
+
+def test_methods_have_copies_of_their_own() -> None:
+    model, optimizer = boosted(Methods())
+    plain, inputs = Methods(), numbers(8, 8)
+    train(model, optimizer, inputs)
+    for number in range(FIRST_CALLS):
+        values = numbers(8, 8) / (3 + number)
+        model.set_table(values)
+        plain.set_table(values)
+        assert torch.equal(model.table, values)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(model.penalty(inputs), plain.penalty(inputs))
+            assert torch.equal(model.encode(inputs), plain.encode(inputs).float())
+    optimizer.zero_grad()
+    model.encode(inputs).sum().backward()
+    assert model.table.grad.dtype == (torch.bfloat16 if hasattr(Tensor, "grad_dtype") else torch.float32)
+    assert model.last.weight.grad is None
+    assert copied(model) == {"table", "last.weight", "last.bias"}
+
+
 def test_frozen_weights_get_no_gradients_until_they_are_unfrozen() -> None:
     inner = Uses()
     inner.table.requires_grad_(False)
@@ -206,6 +238,9 @@ class OutOfMemory(torch.autograd.Function):
 
 
 class Large(Uses):
+    def dtype_of_table(self, inputs: Tensor) -> torch.dtype:
+        return self.table.dtype
+
     def hidden(self, inputs: Tensor) -> Tensor:
         return OutOfMemory.apply(super().hidden(inputs))
 
@@ -223,6 +258,10 @@ def test_a_backward_pass_that_fails_leaves_no_copies_in_the_model() -> None:
         model.table.zero_()
     assert not torch.equal(model(numbers(8, 8)), before)
     train(model, optimizer, numbers(8, 8))
+    OutOfMemory.failures = 1
+    with pytest.raises(torch.OutOfMemoryError):
+        train(model, optimizer, numbers(8, 8))
+    assert model.dtype_of_table(numbers(1)) == torch.float32
 
 
 def test_torch_func_sees_the_parameters() -> None:

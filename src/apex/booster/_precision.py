@@ -92,7 +92,7 @@ class CastModel(ModelWrapper):
         with torch.autocast(_device_type(self.module, args, kwargs), self._autocast):
             if self._copies is None or torch.compiler.is_compiling():  # the compiler joins casts with other operators
                 return function(*args, **kwargs)
-            return self._copies.run(function, args, kwargs)
+            return self._copies.call(function, args, kwargs)
 
 
 def _device_type(module: nn.Module, args: Any, kwargs: Any) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from types import MethodType
 from typing import Any
 
 import torch
@@ -143,13 +144,17 @@ class WeightCopies:
     """Half-precision copies of a model's float32 weights, which replace them inside of a forward pass.
 
     The first forward passes with gradients find the weights that `_Uses` says fit. Gradients keep the copies' dtype if
-    a fused optimizer takes them (PyTorch 2.10 and newer have such gradients).
+    a fused optimizer takes them (PyTorch 2.10 and newer have such gradients). Each other method of the model has copies
+    of its own, because it may use other weights in other ways: `first` has those of the forward pass.
     """
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+    def __init__(self, model: nn.Module, dtype: torch.dtype, first: WeightCopies | None = None) -> None:
         self.dtype, self._model = dtype, model
-        self._narrow = set[Tensor]()  # parameters whose gradients keep the copies' dtype
-        self._keep_dtypes(True)
+        self._by_method: dict[str, WeightCopies] = {"": self} if first is None else first._by_method
+        # Parameters whose gradients keep the copies' dtype.
+        self._narrow: set[Tensor] = set() if first is None else first._narrow
+        if first is None:
+            self._keep_dtypes(True)
         self.weights: list[Tensor] = []
         # Modules, names of their parameters, and the numbers of the parameters in `weights`.
         self._places: list[tuple[nn.Module, str, int]] = []
@@ -160,18 +165,27 @@ class WeightCopies:
 
     def __getstate__(self) -> dict[str, Any]:
         state = {**vars(self), "weights": [], "_places": [], "_copies": [], "_copied_places": None, "_narrow": set()}
+        state["_by_method"] = {"": self}
         return {**state, "_is_complete": False, "_is_active": False, "_is_in_backward": False}
 
     def take_optimizer(self, optimizer: Any) -> None:
         """Choose the dtype of the gradients of an optimizer's parameters."""
         params = {param for group in optimizer.param_groups for param in group["params"]}
-        self._narrow = self._narrow | params if isinstance(optimizer, FusedOptimizer) else self._narrow - params
-        self._forget()
+        (self._narrow.update if isinstance(optimizer, FusedOptimizer) else self._narrow.difference_update)(params)
+        for copies in self._by_method.values():
+            copies._forget()
 
-    def run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call a method of the model, under autocast, with copies in place of weights."""
-        if self._is_in_backward and torch._C._current_graph_task_id() == -1:
-            self._end_backward()  # an error ended the backward pass
+    def call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call the model, or a method of it, under autocast, with copies in place of weights."""
+        for copies in self._by_method.values():
+            if copies._is_in_backward and torch._C._current_graph_task_id() == -1:
+                copies._end_backward()  # an error ended the backward pass
+        name = function.__name__ if isinstance(function, MethodType) else ""
+        if name not in self._by_method:
+            self._by_method[name] = WeightCopies(self._model, self.dtype, self)
+        return self._by_method[name]._run(function, args, kwargs)
+
+    def _run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         is_alone = not (dist.is_available() and dist.is_initialized())  # others exchange float32 gradients
         if self._is_active or not torch.is_grad_enabled() or not is_alone or sees_operators_only():
             return function(*args, **kwargs)
