@@ -247,7 +247,8 @@ def averages(boost: Boost) -> list[Tensor]:
     averages = [*(param for average in models for param in average.parameters()), *shadow]
     assert all(average.dtype == torch.float32 for average in averages)
     assert not any(torch.equal(one, other) for one, other in zip(shadow, inner.parameters(), strict=True))
-    return averages
+    outputs = [average(batch(number)) for number in range(4) for average in (moving, stochastic, of_state)]
+    return [*averages, *(output.detach() for output in outputs)]
 
 
 def a_second_optimizer(boost: Boost) -> list[Tensor]:
