@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+ZOO_VENV := .venv-zoo
 # Without compiling: most files are never imported, and the first import compiles the others.
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 INPUTS := pyproject.toml constraints.txt src/apex/_version.py
@@ -15,7 +16,7 @@ GRIDS := tests/_bench/test_plain_models.py tests/booster/test_processes.py tests
 # seconds, and its compiler for 4 more.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: dist docs docs-serve demo test gpu-1 gpu-2 test-versions cross-compile grids campaign mutants clients lint types format clean
+.PHONY: dist docs docs-serve demo test gpu-1 gpu-2 test-versions cross-compile grids campaign mutants clients zoo lint types format clean
 
 demo: $(VENV)/.demo-ready
 	$(BIN)/apex demo
@@ -89,6 +90,18 @@ format: $(VENV)/.test-ready
 clients: $(BIN)/python
 	$(BIN)/python tests/clients/run.py
 
+# Errors of boosted steps of some hundred models of transformers, timm, torchvision and diffusers, and of hand-written
+# ones, into benchmarks/results and docs/zoo.md; half an hour on two cores. Has an environment of its own, because the
+# builds of torchvision choose the PyTorch. `make zoo ZOO="--resume --jobs 8"`.
+zoo: $(ZOO_VENV)/.ready
+	OMP_NUM_THREADS=1 $(ZOO_VENV)/bin/python -m tests.zoo --record --jobs 2 $(ZOO)
+
+$(ZOO_VENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(ZOO_VENV)
+	$(ZOO_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e . \
+		transformers timm torchvision diffusers numpy scipy
+	touch $@
+
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
@@ -102,4 +115,4 @@ $(VENV)/.test-ready: $(BIN)/python $(INPUTS)
 	touch $@ $(VENV)/.demo-ready
 
 clean:
-	rm -rf $(VENV) .site .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(ZOO_VENV) .site .pytest_cache .mypy_cache .ruff_cache

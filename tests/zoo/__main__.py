@@ -32,8 +32,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from apex._bench.environment import describe, device_name, device_stem
 
 from . import page
-from .judge import PRECISIONS, SEEDS, misses
-from .table import EXCEPTIONS, LIBRARIES, chosen
+from .judge import COPIES, PRECISIONS, SEEDS, misses
+from .table import EXCEPTIONS, LIBRARIES, RAISES, chosen
 from .workers import run
 
 ROOT = Path(__file__).parents[2]
@@ -43,7 +43,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.zoo", description=__doc__.splitlines()[0])
     parser.add_argument("--library", nargs="*", choices=LIBRARIES, default=list(LIBRARIES), help="default: all")
     parser.add_argument("--names", nargs="*", default=[], help='models, or patterns as in "BERT*"; default: all')
-    parser.add_argument("--precisions", nargs="*", choices=PRECISIONS, default=list(PRECISIONS))
+    parser.add_argument("--precisions", nargs="*", choices=PRECISIONS, default=None, help="default: all")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--seeds", type=int, default=SEEDS, help="seeds of weights and inputs")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
@@ -54,6 +54,8 @@ def main() -> int:
     arguments = parser.parse_args()
 
     output = _record_path(arguments.device) if arguments.record else arguments.output
+    if arguments.precisions is None:  # "bf16" has copies on a GPU anyway
+        arguments.precisions = [name for name in PRECISIONS if name != COPIES or arguments.device == "cpu"]
     keys, absent = chosen(arguments.library, arguments.names)
     record = json.loads(output.read_text()) if output is not None and output.exists() else {"rows": {}}
     head = {**describe(torch.device(arguments.device)), "run": _run(), "absent": absent}
@@ -92,7 +94,8 @@ def _faults(key: str, row: dict[str, Any]) -> list[str]:
         return ["died"]
     if key in EXCEPTIONS:
         return []
-    return [f"{precision} {name}" for precision in PRECISIONS for name in misses(row, precision)]
+    found = ((precision, name) for precision in PRECISIONS for name in misses(row, precision))
+    return [f"{precision} {name}" for precision, name in found if (key, precision) not in RAISES]
 
 
 def _line(key: str, row: dict[str, Any]) -> str:

@@ -20,17 +20,19 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import apex
+from apex.booster import _shorthand
 
 from .cases import Case, Entry
 
-PRECISIONS = ("bf16", "fp8", "fp16")
-JUDGED = ("bf16",)
+# "bf16" as on an accelerator, where a model computes with half-precision copies of its weights.
+COPIES = "bf16 copies"
+PRECISIONS = ("bf16", COPIES, "fp8", "fp16")
+JUDGED = ("bf16", COPIES)
 # The error of a boosted step may be so many times autocast's, plus a constant.
 LOSS_BAR, GRADIENT_BAR = (2.0, 1e-4), (1.7, 1e-3)
 SEEDS = 3
 _SKIPPED_STEPS = 20  # from 2^16 to the smallest loss scale, and some more
-# Calls before the one that is judged: the first ones of "bf16" find the weights to make half-precision copies of.
-_FIRST_CALLS = 4
+_FIRST_CALLS = 4  # calls before the one that is judged, which find the weights to make half-precision copies of
 
 
 class Result(NamedTuple):
@@ -105,6 +107,7 @@ def _step(entry: Entry, device: str, seed: int, way: Callable[..., Result]) -> R
     _seed(seed)
     case = entry.make()
     model = case.model.train()
+    _without_dropout(model)
     _fill_zeros(model)
     model.to(device)
     inputs = _moved(case.inputs, torch.device(device))
@@ -135,8 +138,13 @@ def _boosted(precision: str) -> Callable[..., Result]:
 
     def way(case: Case, device: str, reseed: Callable[[], None]) -> Result:
         optimizer: Any = torch.optim.AdamW(case.model.parameters(), lr=0.0, weight_decay=0.0)
-        with mock.patch.object(apex.fp8, "convert", functools.partial(apex.fp8.convert, smallest_weight=1)):
-            model, optimizer, step = apex.boost(case.model, optimizer, precision, device=device)
+        has_copies = precision == COPIES or (_shorthand._runs_on_accelerator(device) and precision != "fp16")
+        first_calls = _FIRST_CALLS if has_copies else 0
+        with (
+            mock.patch.object(apex.fp8, "convert", functools.partial(apex.fp8.convert, smallest_weight=1)),
+            mock.patch.object(_shorthand, "_runs_on_accelerator", return_value=has_copies),
+        ):
+            model, optimizer, step = apex.boost(case.model, optimizer, precision.split()[0], device=device)
         found: list[Result] = []
 
         @step
@@ -149,16 +157,17 @@ def _boosted(precision: str) -> Callable[..., Result]:
             optimizer.step()
             return loss
 
-        before = [buffer.clone() for buffer in case.model.buffers()]
+        before = {name: buffer.clone() for name, buffer in case.model.named_buffers()}
         for call in range(_SKIPPED_STEPS):
             reseed()
             train_step(*case.inputs)
             # A step whose gradients overflow is skipped, and lowers the loss scale.
             is_finite = all(grad.isfinite().all() for grad in found[-1].gradients.values())
-            if call >= _FIRST_CALLS and (precision != "fp16" or is_finite):
+            if call >= first_calls and (precision != "fp16" or is_finite):
                 break
-            for buffer, value in zip(case.model.buffers(), before, strict=True):
-                buffer.data.copy_(value)
+            for name, buffer in case.model.named_buffers():
+                if name in before and before[name].shape == buffer.shape:  # some are made in the first call
+                    buffer.data.copy_(before[name])
         return found[-1]
 
     return way
@@ -218,6 +227,18 @@ def _seed(seed: int) -> None:
         numpy.random.seed(seed)
     except ImportError:
         pass
+
+
+def _without_dropout(model: nn.Module) -> None:
+    """Set the rates of all layers of dropout to zero: masks of other dtypes would differ."""
+    for module in model.modules():
+        kind = type(module).__name__.lower()
+        if "drop" in kind or kind == "stochasticdepth":
+            for name in ("p", "drop_prob"):
+                if isinstance(getattr(module, name, None), float):
+                    setattr(module, name, 0.0)
+        elif isinstance(module, nn.MultiheadAttention | nn.RNNBase):
+            module.dropout = 0.0
 
 
 @torch.no_grad()

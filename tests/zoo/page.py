@@ -1,4 +1,4 @@
-"""docs/zoo.md, made of the records in benchmarks/results."""
+"""docs/zoo.md, made of the records in benchmarks/results: `python -m tests.zoo.page`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .judge import GRADIENT_BAR, LOSS_BAR, PRECISIONS, misses
-from .table import EXCEPTIONS
+from .table import EXCEPTIONS, RAISES
 
 HEAD = """# The zoo
 
@@ -21,7 +21,8 @@ Weights, inputs and random draws are the same for each. The error of a loss is r
 three seeds; the loss's stands first. A number in bold misses a bar: "bf16" runs wherever autocast runs, with an error
 of the loss of at most {loss} autocast's, and of gradients of at most {gradient} autocast's. "fp8",
 in which every linear layer that can multiplies in float8, however small, and "fp16" run too, with any error. "Not
-finite" says that a number overflowed.
+finite" says that a number overflowed. "bf16 copies" is "bf16" as on an accelerator, where a model computes with
+half-precision copies of its weights. On a GPU that is "bf16" itself.
 """
 
 
@@ -45,20 +46,34 @@ def text(records: list[dict[str, Any]]) -> str:
 
 def _section(record: dict[str, Any]) -> str:
     rows, versions = record["rows"], ", ".join(f"{name} {version}" for name, version in record["versions"].items())
-    missed = {key: misses(row, "bf16") for key, row in rows.items()}
+    missed = [key for key, row in rows.items() if any(misses(row, precision) for precision in PRECISIONS)]
     lines = [f"## {record['device']['name']}", "", f"{versions}.", ""]
     lines += [f"{library} is absent: {reason}." for library, reason in record["absent"].items()]
     ran = [row for row in rows.values() if "autocast" in row and "error" not in row["autocast"]]
-    lines.append(f"{len(ran)} models run under autocast. Of these miss a bar: {sum(map(bool, missed.values()))}.")
-    columns = ("autocast", *PRECISIONS)
+    lines.append(f"{len(ran)} models run under autocast. {len(missed)} of them miss a bar{':' if missed else '.'}")
+    lines += ["", "| model | why |", "|---|---|", *(f"| {key} | {_reason(key, rows[key])} |" for key in missed)]
+    columns = ["autocast", *(name for name in PRECISIONS if any(name in row for row in rows.values()))]
     for library in dict.fromkeys(key.split("/")[0] for key in rows):
         lines += ["", f"### {library}", "", f"| model | {' | '.join(columns)} | |", "|---" * (len(columns) + 2) + "|"]
-        lines += [_row(key, row, columns) for key, row in rows.items() if key.split("/")[0] == library]
+        own = {key: row for key, row in rows.items() if key.split("/")[0] == library}
+        lines += [_row(key, row, columns) for key, row in own.items() if "absent" not in row]
+        missing = [key.split("/", 1)[1] for key, row in own.items() if "absent" in row]
+        lines += ["", f"Not in these releases, or not run in float32: {'; '.join(missing)}."] if missing else []
     return "\n".join(lines) + "\n"
 
 
-def _row(key: str, row: dict[str, Any], columns: tuple[str, ...]) -> str:
-    cells, remarks = [], [EXCEPTIONS[key]] if key in EXCEPTIONS else []
+def _reason(key: str, row: dict[str, Any]) -> str:
+    """Return what bars a row misses, and the reasons that are known."""
+    parts = []
+    for precision in PRECISIONS:
+        what = " and ".join(misses(row, precision))
+        reason = RAISES.get((key, precision)) or EXCEPTIONS.get(key) or "no reason is known"
+        parts += [f"{precision}, {what}: {reason}"] if what else []
+    return "; ".join(parts)
+
+
+def _row(key: str, row: dict[str, Any], columns: list[str]) -> str:
+    cells, remarks = [], list[str]()
     for name in columns:
         result, missed = row.get(name), misses(row, name)
         if result is None:
@@ -69,6 +84,10 @@ def _row(key: str, row: dict[str, Any], columns: tuple[str, ...]) -> str:
         else:
             numbers = ((kind, number(result[kind])) for kind in ("loss", "gradient"))
             cells.append(", ".join(f"**{value}**" if kind in missed else value for kind, value in numbers))
-    remarks += [f"not run: {row[reason]}" for reason in ("absent", "died") if reason in row]
+    remarks += [row["died"]] if "died" in row else []
     remark = re.sub(r"([|<>*_`\[\]])", r"\\\1", "; ".join(remarks)[:200])
     return f"| {key.split('/', 1)[1]} | {' | '.join(cells)} | {remark} |"
+
+
+if __name__ == "__main__":
+    write(Path(__file__).parents[2])

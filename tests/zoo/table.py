@@ -11,6 +11,10 @@ from .cases import Entry
 # Modules with a list `ENTRIES`. Importing one imports the library.
 LIBRARIES = {
     "handwritten": "tests.zoo.handwritten",
+    "transformers": "tests.zoo.transformers_models",
+    "timm": "tests.zoo.timm_models",
+    "torchvision": "tests.zoo.torchvision_models",
+    "diffusers": "tests.zoo.diffusers_models",
 }
 
 # Why a model may miss a bar, by its key.

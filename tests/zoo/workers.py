@@ -17,6 +17,7 @@ from .table import find
 
 _SPAWN = multiprocessing.get_context("spawn")  # a fork could not use a GPU
 _STARTING = 120.0  # seconds that a process may take longer for its first model, because it imports libraries
+_MEMORY = 16 * 2**30  # bytes that a process may address on a CPU
 
 
 class Worker:
@@ -93,6 +94,8 @@ def _serve(pipe: Any, device: str, precisions: tuple[str, ...], seeds: int) -> N
         os.dup2(nowhere.fileno(), 2)
     if device == "cuda":  # float32 is the truth
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    else:
+        _limit_memory()
     while True:
         try:
             key = pipe.recv()
@@ -103,3 +106,12 @@ def _serve(pipe: Any, device: str, precisions: tuple[str, ...], seeds: int) -> N
         except BaseException as error:
             row = {"absent": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
         pipe.send(row)
+
+
+def _limit_memory() -> None:
+    """Let a model that asks for too much memory fail, before the system ends other processes for it."""
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
