@@ -18,11 +18,11 @@ does it again, in an environment of its own, and writes this page.
 
 Weights, inputs and random draws are the same for each. The error of a loss is relative; the error of gradients is the
 2-norm of all differences together, divided by the 2-norm of the gradients in float32. Both are root mean squares over
-three seeds; the loss's stands first. A number in bold misses a bar: "bf16" runs wherever autocast runs, with an error
-of the loss of at most {loss} autocast's, and of gradients of at most {gradient} autocast's. "fp8",
-in which every linear layer that can multiplies in float8, however small, and "fp16" run too, with any error. "Not
-finite" says that a number overflowed. "bf16 copies" is "bf16" as on an accelerator, where a model computes with
-half-precision copies of its weights. On a GPU that is "bf16" itself.
+three seeds, or twelve if a bar would be missed; the loss's stands first. A number in bold misses a bar: "bf16" runs
+wherever autocast runs, with an error of the loss of at most {loss} autocast's, and of gradients of
+at most {gradient} autocast's. "bf16 copies" is "bf16" as on an accelerator, where a model computes with
+half-precision copies of its weights; on a GPU that is "bf16" itself. "fp8", in which every linear layer that can
+multiplies in float8, however small, and "fp16" run too, with any error. "Not finite" says that a number overflowed.
 """
 
 
